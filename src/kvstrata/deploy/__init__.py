@@ -1,0 +1,1 @@
+"""Host side: from a bare machine to a running stack."""
