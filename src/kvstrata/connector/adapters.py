@@ -1,0 +1,316 @@
+"""LMCache's scheduler and worker adapters, made to fail as misses.
+
+Fixed here, all in lmcache 0.5.3 `integration/vllm/vllm_multi_process_adapter.py` (facts with line numbers in docs/architecture.md):
+- the scheduler's heartbeat never starts, so one time-out turns lookups off until vLLM restarts;
+- an absent server keeps vLLM from starting, and one that dies in a store kills the engine (PREPARE_STORE raises);
+- a failed retrieve is reported as a success, and vLLM decodes from blocks that were never filled;
+- a restarted server with another chunk size would be believed.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lmcache.integration.vllm import vllm_multi_process_adapter as mpa
+
+from kvstrata.connector.report import GuardReport
+
+__all__ = ["ChunkSizeMismatch", "GuardedSchedulerAdapter", "GuardedWorkerAdapter"]
+
+logger = logging.getLogger("vllm.kvstrata.guard")
+
+_LOOKUP_DEADLINE_S = 20.0  # a prefetch has no time-out in LMCache; a hung disk must not hold a request for ever
+_HOOK_FOLDER = "KVSTRATA_TEST_HOOK_DIR"
+
+
+class ChunkSizeMismatch(RuntimeError):
+    """Server and vLLM disagree on tokens per chunk: every hit would be counted wrongly."""
+
+
+@contextmanager
+def _chunk_size_from(expected: int, timeout: float) -> Iterator[list[str]]:
+    """While an adapter is constructed, let an absent server count as one that has `expected` tokens a chunk.
+
+    Yields a list that afterwards names the absent servers (empty when all answered).
+    """
+    absent: list[str] = []
+    original = mpa.get_lmcache_chunk_size
+
+    def query(client: Any, timeout_: float = timeout, **_: Any) -> int:
+        try:
+            return int(original(client, timeout=timeout))
+        except TimeoutError:
+            absent.append("lmcache server")
+            return expected
+
+    mpa.get_lmcache_chunk_size = query
+    try:
+        yield absent
+    finally:
+        mpa.get_lmcache_chunk_size = original
+
+
+def _require_chunk_size(found: int, expected: int) -> None:
+    if found != expected:
+        raise ChunkSizeMismatch(
+            f"kvstrata: chunk size mismatch. found: {found} tokens on the lmcache server. needed: {expected} "
+            "(KV_CHUNK_SIZE of this vLLM). fix: run `make up`, which gives both the same value."
+        )
+
+
+def _pause_at(point: str) -> None:
+    """Test hook, dormant unless the folder variable is set: announce `point` and wait for `<point>.go` (30 s at most)."""
+    folder = os.environ.get(_HOOK_FOLDER)
+    if not folder or not (Path(folder) / f"{point}.armed").exists():
+        return
+    (Path(folder) / f"{point}.reached").touch()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not (Path(folder) / f"{point}.go").exists():
+        time.sleep(0.02)
+
+
+class _Heartbeat(mpa.HeartbeatThread):  # type: ignore[misc]
+    """LMCache's heartbeat that also tells when the health it found has changed."""
+
+    def __init__(self, *args: Any, on_change: Callable[[bool], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._on_change = on_change
+
+    def _execute(self) -> Any:
+        summary = super()._execute()
+        self._on_change(self._health_event.is_set())
+        return summary
+
+
+class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[misc]
+    """Scheduler side: lookups. Every failure is (0 tokens found)."""
+
+    def __init__(self, *args: Any, extra_config: dict[str, Any], report: GuardReport, **kwargs: Any) -> None:
+        self._expected_chunk_size = int(extra_config["kvstrata.chunk_size"])
+        self._report = report
+        self._lookup_started: dict[str, float] = {}
+        timeout = float(extra_config.get("lmcache.mp.mq_timeout", 5))
+        with _chunk_size_from(self._expected_chunk_size, timeout) as absent:
+            super().__init__(*args, extra_config=extra_config, **kwargs)
+        _require_chunk_size(self.lmcache_tokens_per_chunk, self._expected_chunk_size)
+        if absent:
+            logger.warning("kvstrata: no lmcache server yet; vLLM starts without it and uses it when it comes")
+            for event in self._health_events.values():
+                event.clear()
+            self._ensure_heartbeat_started()
+        self._report.update(healthy=self.is_healthy)
+
+    def _ensure_heartbeat_started(self) -> None:
+        # 0.5.3 tests `is not None` on a dict that is never None (fixed upstream in 0.5.6).
+        if self._heartbeats:
+            return
+        with self._heartbeat_lock:
+            if self._heartbeats:
+                return
+            for url, client in self.mq_clients.items():
+                heartbeat = _Heartbeat(
+                    mq_client=client,
+                    health_event=self._health_events[url],
+                    interval=self._heartbeat_interval,
+                    on_change=lambda healthy: self._report.update(healthy=healthy),
+                )
+                heartbeat.register_recover_callback(lambda c=client: self._same_chunk_size(c))
+                heartbeat.start()
+                self._heartbeats[url] = heartbeat
+
+    def _same_chunk_size(self, client: Any) -> bool:
+        try:
+            _require_chunk_size(int(mpa.get_lmcache_chunk_size(client, timeout=self._mq_timeout)), self._expected_chunk_size)
+        except (TimeoutError, ChunkSizeMismatch) as error:
+            logger.error("%s", error)
+            return False
+        return True
+
+    def maybe_submit_lookup_request(self, request_id: str, token_ids: list[int], cache_salt: str = "") -> None:
+        try:
+            super().maybe_submit_lookup_request(request_id, token_ids, cache_salt)
+        except Exception:
+            # Only this request goes without the cache; upstream the engine dies (a bad salt did that to 0.5.3).
+            logger.exception("kvstrata: lookup of %s failed; served without the cache", request_id)
+
+    def check_lookup_result(self, request_id: str) -> int | None:
+        result: int | None = super().check_lookup_result(request_id)
+        if result is not None:
+            self._lookup_started.pop(request_id, None)
+            return result
+        started = self._lookup_started.setdefault(request_id, time.monotonic())
+        if time.monotonic() - started < _LOOKUP_DEADLINE_S:
+            return None
+        logger.error("kvstrata: prefetch of %s took over %.0f s; counted as a miss", request_id, _LOOKUP_DEADLINE_S)
+        self._finished_lookup_results[request_id] = 0
+        self._lookup_started.pop(request_id, None)
+        return 0
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        self._lookup_started.pop(request_id, None)
+        super().cleanup_lookup_result(request_id)
+
+    def abandon_lookup(self, request_id: str, token_ids: list[int], cache_salt: str) -> None:
+        """Free the read locks of a lookup whose request ended before it was scheduled (client gone)."""
+        found = self._finished_lookup_results.get(request_id, 0)
+        if found:
+            self.free_lookup_locks(token_ids, 0, found, request_id, cache_salt)
+        self.cleanup_lookup_result(request_id)
+
+
+class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
+    """Worker side: stores and retrieves. A store that fails is not stored; a retrieve that fails is recomputed."""
+
+    def __init__(self, *args: Any, extra_config: dict[str, Any], report: GuardReport, **kwargs: Any) -> None:
+        self._expected_chunk_size = int(extra_config["kvstrata.chunk_size"])
+        self._report = report
+        timeout = float(extra_config.get("lmcache.mp.mq_timeout", 5))
+        with _chunk_size_from(self._expected_chunk_size, timeout) as absent:
+            super().__init__(*args, extra_config=extra_config, **kwargs)
+        _require_chunk_size(self.lmcache_tokens_per_chunk, self._expected_chunk_size)
+        if absent:
+            self._health_event.clear()
+
+    def register_kv_caches(self, kv_caches: Any, engine_group_infos: Any = ()) -> None:
+        try:
+            if self.is_healthy:
+                super().register_kv_caches(kv_caches, engine_group_infos=engine_group_infos)
+            else:
+                self.kv_caches = kv_caches
+                self.engine_group_infos = list(engine_group_infos)
+        except ConnectionError as error:
+            logger.warning("kvstrata: not registered with lmcache (%s); retried by the heartbeat", error)
+            self._health_event.clear()
+        if not self.is_healthy:
+            self._ensure_heartbeat_started()
+        self._tell()
+
+    def _send_register_kv_caches_request(self, kv_caches: Any) -> None:
+        super()._send_register_kv_caches_request(kv_caches)
+        context = getattr(self.transfer_ctx, "_engine_driven_context", None)
+        if context is not None:
+            self._fail_fast(context)
+
+    def _fail_fast(self, context: Any) -> None:
+        """After a retrieve that timed out, upstream waits for the commit as well: twice `mq_timeout` for nothing."""
+        prepare = context.prepare_retrieve
+
+        def prepare_retrieve(key: Any, instance_id: int) -> Any:
+            started = time.monotonic()
+            buffers = prepare(key, instance_id)
+            if buffers is None and time.monotonic() - started >= 0.9 * self._mq_timeout:
+                raise TimeoutError(f"PREPARE_RETRIEVE: no answer within {self._mq_timeout} s")
+            return buffers
+
+        context.prepare_retrieve = prepare_retrieve
+
+    def _ensure_heartbeat_started(self) -> None:
+        if self._heartbeat is not None:
+            return
+        with self._heartbeat_lock:
+            if self._heartbeat is not None:
+                return
+            heartbeat = _Heartbeat(
+                mq_client=self.mq_client,
+                health_event=self._health_event,
+                interval=self._heartbeat_interval,
+                instance_id=self.instance_id,
+                on_change=lambda _healthy: self._tell(),
+            )
+            heartbeat.register_recover_callback(self._reregister_kv_caches_callback)
+            heartbeat.start()
+            self._heartbeat = heartbeat
+
+    def _reregister_kv_caches_callback(self) -> bool:
+        try:
+            _require_chunk_size(int(mpa.get_lmcache_chunk_size(self.mq_client, timeout=self._mq_timeout)), self._expected_chunk_size)
+        except (TimeoutError, ChunkSizeMismatch) as error:
+            logger.error("%s", error)
+            return False
+        return bool(super()._reregister_kv_caches_callback())
+
+    def submit_store_request(self, request_id: str, op: Any, event: Any, cache_salt: str = "") -> None:
+        try:
+            _pause_at("before_store")
+            super().submit_store_request(request_id, op, event, cache_salt=cache_salt)
+            future = self.store_futures.get(request_id)
+            if future is not None and future.query() and not future.result(timeout=0):
+                self._lost("store", request_id)
+        except Exception as error:
+            self._lost("store", request_id, error)
+
+    def submit_retrieve_request(self, request_id: str, op: Any, event: Any, cache_salt: str = "") -> None:
+        try:
+            _pause_at("before_retrieve")
+            super().submit_retrieve_request(request_id, op, event, cache_salt=cache_salt)
+        except Exception as error:
+            self.error_block_ids.update(op.flat_block_ids)
+            self._dropped_retrieves.add(request_id)
+            self._lost("retrieve", request_id, error)
+
+    def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        failed = [
+            (request_id, blocks)
+            for request_id, (future, blocks) in self.retrieve_futures.items()
+            if future.query() and not _succeeded(future)
+        ]
+        for _, blocks in failed:
+            self.error_block_ids.update(blocks)
+        finished: tuple[set[str] | None, set[str] | None] = super().get_finished(finished_req_ids_from_engine)
+        for request_id, _ in failed:
+            self._lost("retrieve", request_id)
+        return finished
+
+    def _lost(self, what: str, request_id: str, error: BaseException | None = None) -> None:
+        """Stop using the server until a heartbeat has registered us again: an unanswered call costs `mq_timeout` each."""
+        logger.warning("kvstrata: %s of %s failed (%s); counted as a miss", what, request_id, error or "server said no")
+        self._health_event.clear()
+        self._ensure_heartbeat_started()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._report.update(healthy=self.is_healthy, transfer=self.transfer_kind(), chunk_size=self.lmcache_tokens_per_chunk)
+
+    def transfer_kind(self) -> str:
+        """`shm`, `pickle`, `handle` (CUDA IPC) or `none`: the class that moves bytes now, not what was configured."""
+        context = self.transfer_ctx
+        if context is None:
+            return "none"
+        inner = getattr(context, "_engine_driven_context", None)
+        if inner is not None:
+            return "shm" if type(inner).__name__.endswith("Shm") else "pickle"
+        return "handle" if "LMCacheDriven" in type(context).__name__ else "none"
+
+
+def _succeeded(future: Any) -> bool:
+    try:
+        return bool(future.result(timeout=0))
+    except Exception:
+        return False
+
+
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def guarded_adapters(connector_module: Any, report: GuardReport) -> Iterator[None]:
+    """While LMCache's connector is constructed, let it make our adapters instead of its own."""
+
+    def scheduler(**kwargs: Any) -> GuardedSchedulerAdapter:
+        return GuardedSchedulerAdapter(report=report, **kwargs)
+
+    def worker(**kwargs: Any) -> GuardedWorkerAdapter:
+        return GuardedWorkerAdapter(report=report, **kwargs)
+
+    with _LOCK:
+        originals = connector_module.LMCacheMPSchedulerAdapter, connector_module.LMCacheMPWorkerAdapter
+        connector_module.LMCacheMPSchedulerAdapter, connector_module.LMCacheMPWorkerAdapter = scheduler, worker
+        try:
+            yield
+        finally:
+            connector_module.LMCacheMPSchedulerAdapter, connector_module.LMCacheMPWorkerAdapter = originals
