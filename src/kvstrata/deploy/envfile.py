@@ -1,0 +1,149 @@
+"""Writing .env and the data folders: create once, fill blanks in place, rewrite the managed block only when it changes."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvstrata.deploy import dotenv
+from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS, Settings
+
+__all__ = ["ensure", "ensure_data", "ensure_secrets", "set_blank", "write_managed"]
+
+#: Owner of the data when root runs the CLI: containers never run as root (facts: 0600 files need the same id).
+SERVICE_ID = 10001
+
+
+def ensure(root: Path, *, rootless: bool = False) -> bool:
+    """Copy .env.example to .env if there is none, and fill KV_UID/KV_GID once. True if .env was created.
+
+    `rootless`: the engine maps container uid 0 to the caller, so 0 is the id that owns the caller's files.
+    """
+    path = root / ".env"
+    created = not path.exists()
+    if created:
+        example = root / ".env.example"
+        if not example.is_file():
+            raise KvError(f"no {example}", "a complete checkout", "git checkout -- .env.example")
+        _replace(path, example.read_text(encoding="utf-8"), mode=0o644)
+    root_caller = os.geteuid() == 0
+    uid, gid = (0, 0) if rootless else (SERVICE_ID, SERVICE_ID) if root_caller else (os.geteuid(), os.getegid())
+    set_blank(root, {"KV_UID": str(uid), "KV_GID": str(gid)})
+    return created
+
+
+def set_blank(root: Path, values: Mapping[str, str]) -> list[str]:
+    """Write `values` into user knobs that are blank or absent; a knob with a value is left alone. Names that changed.
+
+    The rest of the file, comments included, stays byte for byte. Raises KvError for a name that is no knob.
+    """
+    path = root / ".env"
+    text = path.read_text(encoding="utf-8")
+    lines = text.split("\n")
+    changed: list[str] = []
+    for key, value in values.items():
+        if key not in USER_KEYS:
+            raise KvError(f"set_blank of {key}", "a knob of .env.example", "this is a bug in kvstrata: report it")
+        if not value:
+            continue
+        line = f"{key}={dotenv.quote(value)}"
+        entries = [e for e in dotenv.parse_text("\n".join(lines), str(path), os.environ) if e.key == key and not e.managed]
+        if not entries:
+            lines.insert(_end_of_user_part(lines), line)
+        elif not entries[-1].value:
+            index = entries[-1].line - 1
+            comment = re.search(r"\s+#.*", lines[index])
+            lines[index] = line + (comment[0] if comment else "")
+        else:
+            continue
+        changed.append(key)
+    if changed:
+        _replace(path, "\n".join(lines))
+    return changed
+
+
+def write_managed(root: Path, values: Mapping[str, str]) -> bool:
+    """Put exactly MANAGED_KEYS between the marker lines at the end of .env; True if the file changed.
+
+    Equal content is not written, so a second `up` leaves the file's mtime alone. Raises KvError if a key is missing or unknown.
+    """
+    missing, extra = set(MANAGED_KEYS) - set(values), set(values) - set(MANAGED_KEYS)
+    if missing or extra:
+        raise KvError(f"managed settings: missing {sorted(missing)}, unknown {sorted(extra)}", "exactly MANAGED_KEYS",
+                      "this is a bug in kvstrata: report it")  # fmt: skip
+    path = root / ".env"
+    text = path.read_text(encoding="utf-8")
+    block = "".join(f"{key}={dotenv.quote(values[key])}\n" for key in MANAGED_KEYS)
+    user = re.sub(rf"\n*^{re.escape(dotenv.BEGIN)}$.*?(?:^{re.escape(dotenv.END)}$\n?|\Z)", "\n", text, flags=re.M | re.S)
+    new = f"{user.rstrip()}\n\n{dotenv.BEGIN}\n{block}{dotenv.END}\n"
+    if new == text:
+        return False
+    _replace(path, new)
+    return True
+
+
+def ensure_data(settings: Settings) -> None:
+    """Make the data folders, 0700 for cache and secrets, owned by KV_UID:KV_GID. What exists keeps its content and mode,
+    but a cache or secrets folder that others may enter is closed (R16)."""
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    private = (settings.cache_dir, settings.secrets_dir)
+    for folder in (*private, settings.models_dir, settings.state_dir, settings.reports_dir):
+        created = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        if created:
+            _own(folder, settings)
+        if folder in private and folder.stat().st_mode & 0o777 != 0o700:
+            folder.chmod(0o700)
+
+
+def ensure_secrets(settings: Settings) -> list[Path]:
+    """Create the secrets that are not there yet, 0600, never overwriting one. Files that were created.
+
+    salt_key: 32 random bytes in hex, keys the digest of tenants' cache salts. Losing it makes salted blocks unreachable.
+    """
+    ensure_data(settings)
+    path = settings.secrets_dir / "salt_key"
+    if path.exists():
+        if not path.read_text(encoding="ascii", errors="replace").strip():
+            raise KvError(f"{path} is empty", "32 random bytes in hex", f"rm {path}; the next `make up` makes a new one")
+        return []
+    _replace(path, secrets.token_hex(32) + "\n", mode=0o600)
+    _own(path, settings)
+    return [path]
+
+
+def _end_of_user_part(lines: list[str]) -> int:
+    """Index after the last line with text that stands before the managed block."""
+    end = next((i for i, line in enumerate(lines) if line.strip() == dotenv.BEGIN), len(lines))
+    while end and not lines[end - 1].strip():
+        end -= 1
+    return end
+
+
+def _own(path: Path, settings: Settings) -> None:
+    if os.geteuid() == 0 and settings.uid is not None and settings.gid is not None:
+        os.chown(path, settings.uid, settings.gid)
+
+
+def _replace(path: Path, text: str, mode: int | None = None) -> None:
+    """Atomic write: a crash leaves the old file. An existing file keeps its owner and mode; a link keeps being one."""
+    path = path.resolve()
+    old = path.stat() if path.exists() else None
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), old.st_mode & 0o7777 if old else mode or 0o644)
+            if old and os.geteuid() == 0:
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

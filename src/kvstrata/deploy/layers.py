@@ -1,0 +1,128 @@
+"""Which compose files make a stack: one file a layer, chosen by KV_PERSIST, KV_LAYERS and KV_DEVICE.
+
+A layer file says in its header what it needs (`# needs: lmcache`). A new storage or observability layer is a new file in
+compose/; nothing here has to change for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.settings import Settings
+
+__all__ = ["DEVICE_LAYERS", "Layer", "all_combinations", "check", "compose_file", "load", "resolve", "selectable"]
+
+BASE, CACHE = "vllm", "lmcache"
+
+#: Device -> (layer for vLLM alone, layers that are added when the cache runs).
+DEVICE_LAYERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cpu": ("cpu", ()),
+    "nvidia": ("nvidia", ("nvidia-lmcache",)),
+    "gb10": ("gb10", ("nvidia-lmcache",)),
+}
+
+_HEADER = re.compile(r"^# (purpose|adds|needs|undo):[ \t]*(.*)$", re.M)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One compose file with its header. `needs` are names of layers that must stand before it."""
+
+    name: str
+    path: Path
+    purpose: str
+    adds: str
+    needs: tuple[str, ...]
+    undo: str
+
+
+def load(path: Path) -> Layer:
+    """Read the header. Raises KvError when one of the four lines is missing."""
+    found = dict(_HEADER.findall(path.read_text(encoding="utf-8")))
+    missing = [key for key in ("purpose", "adds", "needs", "undo") if key not in found]
+    if missing:
+        raise KvError(f"{path}: header without {', '.join(missing)}", "# purpose: / # adds: / # needs: / # undo: lines",
+                      "write the missing lines at the top of that file")  # fmt: skip
+    needs = tuple(name for name in re.split(r"[,\s]+", found["needs"]) if name)
+    return Layer(path.stem, path, found["purpose"], found["adds"], needs, found["undo"])
+
+
+def selectable(root: Path) -> tuple[str, ...]:
+    """Names that KV_LAYERS may hold: every file of compose/ that is neither the base, the cache nor a device."""
+    fixed = {BASE, CACHE}.union(*({own, *extra} for own, extra in DEVICE_LAYERS.values()))
+    return tuple(sorted(p.stem for p in (root / "compose").glob("*.yaml") if p.stem not in fixed))
+
+
+def resolve(settings: Settings) -> list[Path]:
+    """Absolute compose files in the order in which compose has to read them.
+
+    KV_PERSIST=0 gives vLLM and its device layer only, whatever KV_LAYERS says (but a name that does not exist is still refused).
+    Raises KvError for an unknown layer, an undecided device or a layer without what it needs.
+    """
+    known = selectable(settings.root)
+    for name in settings.layers:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise KvError(f"KV_LAYERS={','.join(settings.layers)}: no layer {name!r}",
+                          "layers out of: " + (", ".join(known) or "(none)"),
+                          f"write {near[0]} for {name} in .env" if near else f"take {name} out of KV_LAYERS in .env")  # fmt: skip
+    if settings.device not in DEVICE_LAYERS:
+        raise KvError("KV_DEVICE is blank", "one of " + ", ".join(DEVICE_LAYERS),
+                      "run `make up`, which looks and stores it, or set KV_DEVICE in .env")  # fmt: skip
+    names = _names(settings.device, settings.persist, settings.layers)
+    files = [settings.root / "compose" / f"{name}.yaml" for name in names]
+    check(files)
+    return files
+
+
+def check(files: Iterable[Path]) -> list[Layer]:
+    """The layers of `files`; raises KvError when a file is missing, stands twice or comes before what it needs."""
+    layers: list[Layer] = []
+    for path in files:
+        if not path.is_file():
+            raise KvError(f"no {path}", "every layer's file", "git checkout -- compose")
+        layer, before = load(path), {done.name for done in layers}
+        if layer.name in before:
+            raise KvError(f"layer {layer.name} is named twice", "each layer once", "take one out of KV_LAYERS in .env")
+        lacking = [need for need in layer.needs if need not in before]
+        if lacking:
+            raise KvError(f"layer {layer.name} without {', '.join(lacking)}", f"{path.name} needs: {', '.join(layer.needs)}",
+                          f"put {', '.join(lacking)} before {layer.name} in KV_LAYERS in .env")  # fmt: skip
+        layers.append(layer)
+    return layers
+
+
+def compose_file(root: Path, files: Iterable[Path]) -> str:
+    """Value of COMPOSE_FILE. Relative to the root: .env is only read from there anyway, and the checkout may be moved."""
+    return ":".join(str(path.relative_to(root)) for path in files)
+
+
+def all_combinations(root: Path) -> list[list[Path]]:
+    """Every stack that settings can ask for: each device, without the cache, and with each subset of the storage layers.
+
+    Subsets that lack what one of their layers needs are left out: `resolve` refuses them.
+    """
+    found: list[list[Path]] = []
+    names = selectable(root)
+    subsets = [s for size in range(len(names) + 1) for s in itertools.combinations(names, size)]
+    for device in DEVICE_LAYERS:
+        stacks = [_names(device, False, ())] + [_names(device, True, subset) for subset in subsets]
+        for stack in stacks:
+            files = [root / "compose" / f"{name}.yaml" for name in stack]
+            try:
+                check(files)
+            except KvError:
+                continue
+            found.append(files)
+    return found
+
+
+def _names(device: str, persist: bool, chosen: Iterable[str]) -> list[str]:
+    own, extra = DEVICE_LAYERS[device]
+    return [BASE, CACHE, *chosen, own, *extra] if persist else [BASE, own]

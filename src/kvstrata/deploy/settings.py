@@ -1,0 +1,259 @@
+"""The knobs of .env, typed and checked.
+
+`load` is the only door. It reads the file, lets the process environment win for known knobs (as docker compose does) and
+refuses what it does not know, so that a misspelt knob can never be silently without effect.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvstrata.deploy import dotenv
+from kvstrata.deploy.errors import KvError
+
+__all__ = ["ENV_VERSION", "MANAGED_KEYS", "RENAMED", "USER_KEYS", "Settings", "load"]
+
+ENV_VERSION = 1
+
+#: Every user knob with its default: .env.example carries the same, a test compares them.
+USER_KEYS: Mapping[str, str] = {
+    "KV_ENV_VERSION": str(ENV_VERSION), "COMPOSE_PROJECT_NAME": "kvstrata",
+    "KV_PERSIST": "1", "KV_LAYERS": "nvme", "KV_DEVICE": "", "KV_IMAGE_SOURCE": "", "KV_REGISTRY": "",
+    "KV_INSTALL_ENGINE": "1", "KV_MODEL": "", "MODEL_DIR": "", "KV_VLLM_EXTRA_ARGS": "",
+    "KV_PORT": "8000", "KV_METRICS_PORT": "9400", "KV_CHUNK_SIZE": "256",
+    "KV_L1_GB": "", "KV_L2_GB": "", "KV_VLLM_KV_GB": "", "KV_VLLM_MEM_GB": "", "KV_LMCACHE_MEM_GB": "",
+    "KV_DATA_DIR": "./data", "KV_CACHE_DIR": "", "KV_UID": "", "KV_GID": "",
+    "KV_WAIT_TIMEOUT": "300", "KV_TRANSFER_MODE": "auto", "KV_MQ_TIMEOUT": "5", "KV_HEARTBEAT": "5",
+    "KV_BASE_IMAGE": "", "KV_CA_BUNDLE": "",
+}  # fmt: skip
+
+#: What the CLI writes for compose, in this order (envfile.write_managed).
+MANAGED_KEYS: tuple[str, ...] = (
+    "COMPOSE_FILE", "KV_PULL_POLICY", "KV_IMAGE_VLLM", "KV_IMAGE_LMCACHE", "KV_IMAGE_PROXY",
+    "KV_MODEL_NAME", "KV_MODEL_PATH", "KV_IDENTITY", "KV_VLLM_ARGS",
+    "KV_PLAN_L1_GB", "KV_PLAN_SHM_BYTES", "KV_PLAN_VLLM_KV_GB", "KV_PLAN_VLLM_MEM", "KV_PLAN_LMCACHE_MEM",
+    "KV_CACHE_PATH", "KV_SECRETS_PATH", "KV_STATE_PATH",
+)  # fmt: skip
+
+#: Old name -> new name. An old name is an error that names the new one; it is never read.
+RENAMED: Mapping[str, str] = {"KV_MODEL_DIR": "MODEL_DIR", "KV_METRICS": "KV_METRICS_PORT", "KV_DISK_DIR": "KV_CACHE_DIR"}
+
+DEVICES = ("cpu", "nvidia", "gb10")
+IMAGE_SOURCES = ("build", "pull")
+TRANSFER_MODES = ("auto", "engine_driven", "lmcache_driven", "pickle")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All knobs. `None` or "" = blank: the plan, or the step that the comment in .env.example names, decides.
+
+    Sizes are GiB, times are seconds, paths are absolute. `managed` is the block that the CLI wrote last (may be empty).
+    """
+
+    root: Path
+    project: str
+    persist: bool
+    layers: tuple[str, ...]
+    device: str
+    image_source: str
+    registry: str
+    install_engine: bool
+    model: str
+    model_dir: Path | None
+    vllm_extra_args: tuple[str, ...]
+    port: int
+    metrics_port: int
+    chunk_size: int
+    l1_gb: float | None
+    l2_gb: float | None
+    vllm_kv_gb: int | None  # vLLM reads it as an int (vllm 0.28.0 envs.py:870)
+    vllm_mem_gb: float | None
+    lmcache_mem_gb: float | None
+    data_dir: Path
+    cache_dir: Path
+    uid: int | None
+    gid: int | None
+    wait_timeout: int
+    transfer_mode: str
+    mq_timeout: float
+    heartbeat: float
+    base_image: str
+    ca_bundle: Path | None
+    managed: Mapping[str, str]
+
+    @property
+    def env_file(self) -> Path:
+        return self.root / ".env"
+
+    @property
+    def secrets_dir(self) -> Path:
+        return self.data_dir / "secrets"
+
+    @property
+    def state_dir(self) -> Path:
+        return self.data_dir / "state"
+
+    @property
+    def models_dir(self) -> Path:
+        return self.data_dir / "models"
+
+    @property
+    def reports_dir(self) -> Path:
+        return self.data_dir / "reports"
+
+
+def load(root: Path, environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings of the checkout at `root`; without a .env, the defaults. Writes nothing.
+
+    Raises KvError (exit code 2) for an unknown, renamed, doubled or ill-valued knob, with file, line, value and fix.
+    """
+    env = os.environ if environ is None else environ
+    path = root / ".env"
+    entries = dotenv.parse(path, env) if path.is_file() else []
+    where = _check_keys(path, entries)
+    values = dict(USER_KEYS)
+    values.update({e.key: e.value for e in entries if not e.managed})
+    for key in USER_KEYS:
+        if key in env:
+            values[key] = env[key]
+            where[key] = f"{key} of the environment"
+    managed = {e.key: e.value for e in entries if e.managed}
+    return _build(root.absolute(), _Reader(values, where), managed)
+
+
+def _check_keys(path: Path, entries: list[dotenv.Entry]) -> dict[str, str]:
+    """Where each user knob stands ("file:line"), after refusing names that are unknown, renamed, managed or doubled."""
+    where: dict[str, str] = {}
+    for entry in entries:
+        at = f"{path}:{entry.line}"
+        if entry.managed:
+            continue
+        if entry.key in RENAMED:
+            new = RENAMED[entry.key]
+            raise KvError(f"{at}: {entry.key} was renamed", f"{new}", f"rename {entry.key} to {new} in that line")
+        if entry.key in MANAGED_KEYS:
+            raise KvError(f"{at}: {entry.key} is written by the CLI", "it only between the two marker lines",
+                          "delete that line")  # fmt: skip
+        if entry.key not in USER_KEYS:
+            near = difflib.get_close_matches(entry.key, USER_KEYS, n=1, cutoff=0.0)[0]
+            raise KvError(f"{at}: unknown setting {entry.key}", f"a setting of .env.example; the nearest is {near}",
+                          f"rename it to {near}, or delete that line")  # fmt: skip
+        if entry.key in where:
+            raise KvError(f"{at}: {entry.key} stands twice, first at {where[entry.key]}", "one line a setting",
+                          "delete one of the two")  # fmt: skip
+        where[entry.key] = at
+    return where
+
+
+class _Reader:
+    """Typed access to raw values; every complaint names where the value came from."""
+
+    def __init__(self, values: Mapping[str, str], where: Mapping[str, str]) -> None:
+        self._values, self._where = values, where
+
+    def text(self, key: str) -> str:
+        return self._values[key].strip()
+
+    def bad(self, key: str, needed: str, fix: str = "") -> KvError:
+        at = self._where.get(key, f"{key} (default)")
+        return KvError(f"{at}: {key}={self._values[key]}", needed, fix or f"set {key} to {needed} in .env")
+
+    def parsed(self, key: str, parse: Callable[[str], _T], needed: str) -> _T:
+        try:
+            return parse(self.text(key))
+        except ValueError:
+            raise self.bad(key, needed) from None
+
+    def number(self, key: str, low: float, high: float, needed: str) -> float:
+        value = self.parsed(key, float, needed)
+        if not low <= value <= high:  # also false for nan
+            raise self.bad(key, needed)
+        return value
+
+    def whole(self, key: str, low: int, high: int, needed: str) -> int:
+        value = self.parsed(key, _digits, needed)
+        if not low <= value <= high:
+            raise self.bad(key, needed)
+        return value
+
+    def size(self, key: str) -> float | None:
+        return self.number(key, 0.001, 1 << 20, "a number of GiB greater than 0, or blank") if self.text(key) else None
+
+    def flag(self, key: str) -> bool:
+        if self.text(key) not in ("0", "1"):
+            raise self.bad(key, "0 or 1")
+        return self.text(key) == "1"
+
+    def choice(self, key: str, allowed: tuple[str, ...], blank: bool) -> str:
+        value = self.text(key)
+        if value in allowed or (blank and not value):
+            return value
+        near = difflib.get_close_matches(value, allowed, n=1)
+        needed = "one of " + ", ".join(allowed) + (", or blank" if blank else "")
+        raise self.bad(key, needed, f"set {key}={near[0]} in .env" if near else "")
+
+
+def _digits(text: str) -> int:
+    """int() also takes "1_000", " 5" and "+5", which docker compose would pass on as they are."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ValueError(text)
+    return int(text)
+
+
+def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
+    if r.text("KV_ENV_VERSION") != str(ENV_VERSION):
+        raise r.bad("KV_ENV_VERSION", str(ENV_VERSION),
+                    f"compare .env with .env.example, mend it, then set KV_ENV_VERSION={ENV_VERSION}")  # fmt: skip
+    project = r.text("COMPOSE_PROJECT_NAME")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", project):
+        raise r.bad("COMPOSE_PROJECT_NAME", "lower-case letters, digits, - and _, a letter or digit first")
+    port, metrics_port = (r.whole(k, 1, 65535, "a port from 1 to 65535") for k in ("KV_PORT", "KV_METRICS_PORT"))
+    if port == metrics_port:
+        raise r.bad("KV_METRICS_PORT", f"another port than KV_PORT={port}", "change one of the two in .env")
+    data_dir = _path(root, r.text("KV_DATA_DIR") or USER_KEYS["KV_DATA_DIR"])
+    ids = "a user or group id from 0 to 2147483647, or blank"
+    return Settings(
+        root=root,
+        project=project,
+        persist=r.flag("KV_PERSIST"),
+        layers=tuple(name for name in re.split(r"[,\s]+", r.text("KV_LAYERS")) if name),
+        device=r.choice("KV_DEVICE", DEVICES, blank=True),
+        image_source=r.choice("KV_IMAGE_SOURCE", IMAGE_SOURCES, blank=True),
+        registry=r.text("KV_REGISTRY").rstrip("/"),
+        install_engine=r.flag("KV_INSTALL_ENGINE"),
+        model=r.text("KV_MODEL"),
+        model_dir=_path(root, r.text("MODEL_DIR")) if r.text("MODEL_DIR") else None,
+        vllm_extra_args=tuple(r.parsed("KV_VLLM_EXTRA_ARGS", shlex.split, "arguments with balanced quotes")),
+        port=port,
+        metrics_port=metrics_port,
+        chunk_size=r.whole("KV_CHUNK_SIZE", 16, 1 << 20, "a number of tokens from 16 to 1048576"),
+        l1_gb=r.size("KV_L1_GB"),
+        l2_gb=r.size("KV_L2_GB"),
+        vllm_kv_gb=r.whole("KV_VLLM_KV_GB", 1, 4096, "a whole number of GiB, or blank") if r.text("KV_VLLM_KV_GB") else None,
+        vllm_mem_gb=r.size("KV_VLLM_MEM_GB"),
+        lmcache_mem_gb=r.size("KV_LMCACHE_MEM_GB"),
+        data_dir=data_dir,
+        cache_dir=_path(root, r.text("KV_CACHE_DIR")) if r.text("KV_CACHE_DIR") else data_dir / "cache",
+        uid=r.whole("KV_UID", 0, 2**31 - 1, ids) if r.text("KV_UID") else None,
+        gid=r.whole("KV_GID", 0, 2**31 - 1, ids) if r.text("KV_GID") else None,
+        wait_timeout=r.whole("KV_WAIT_TIMEOUT", 1, 86400, "a number of seconds from 1 to 86400"),
+        transfer_mode=r.choice("KV_TRANSFER_MODE", TRANSFER_MODES, blank=False),
+        mq_timeout=r.number("KV_MQ_TIMEOUT", 0.1, 300, "a number of seconds from 0.1 to 300"),
+        heartbeat=r.number("KV_HEARTBEAT", 0.5, 30, "a number of seconds from 0.5 to 30"),
+        base_image=r.text("KV_BASE_IMAGE"),
+        ca_bundle=_path(root, r.text("KV_CA_BUNDLE")) if r.text("KV_CA_BUNDLE") else None,
+        managed=managed,
+    )
+
+
+def _path(root: Path, text: str) -> Path:
+    """Absolute, `..` folded, links kept; a relative one starts at the checkout, wherever the caller stands."""
+    return Path(os.path.normpath(root / Path(text).expanduser()))
