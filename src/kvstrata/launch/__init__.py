@@ -1,0 +1,33 @@
+"""`kvstrata-launch`: process 2 of the vllm and lmcache containers, under the engine's init. Standard library only."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+USAGE = "usage: kvstrata-launch vllm <arguments of vllm> | lmcache | hold | health vllm|lmcache|hold"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Imports by role, so that a health check, which runs every few seconds, stays cheap."""
+    args = sys.argv[1:] if argv is None else argv
+    match args:
+        case ["health", service]:
+            from kvstrata.launch import health
+
+            return health.check(service)
+        case ["vllm", *rest]:
+            from kvstrata.launch import vllm
+
+            return vllm.run(rest)
+        case ["lmcache"]:
+            from kvstrata.launch import lmcache
+
+            return lmcache.run()
+        case ["hold"]:
+            from kvstrata.launch import supervise
+
+            return supervise.hold()
+    print(USAGE, file=sys.stderr)
+    return 2

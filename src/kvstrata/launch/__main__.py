@@ -1,0 +1,5 @@
+"""python -m kvstrata.launch"""
+
+from kvstrata.launch import main
+
+raise SystemExit(main())

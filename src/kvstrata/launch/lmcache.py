@@ -1,0 +1,59 @@
+"""The stock LMCache server as this deployment runs it: argv from the environment, files for its owner only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+
+from kvstrata.launch.config import ConfigError, Paths, number, whole
+from kvstrata.launch.supervise import Supervisor, failed_state
+
+__all__ = ["build_argv", "run"]
+
+#: Fixed, so that a restarted server takes over its pool in /dev/shm instead of leaving one behind for each crash.
+SHM_NAME = "kvstrata"
+#: L2 files and the pool are for the service's user only; LMCache itself would leave them readable for all.
+UMASK = 0o077
+
+
+def run(env: Mapping[str, str] = os.environ, paths: Paths | None = None) -> int:
+    """Supervise the server; the failed state for anything a restart cannot mend."""
+    paths = paths or Paths()
+    try:
+        argv = build_argv(env, paths)
+    except ConfigError as error:
+        return failed_state(str(error), paths.failed)
+    runner = [sys.executable, "-m", "kvstrata.launch.lmcache_server", str(paths.http_socket), *argv]
+    return Supervisor("lmcache", runner, paths.failed, umask=UMASK).run()
+
+
+def build_argv(env: Mapping[str, str], paths: Paths) -> list[str]:
+    """Arguments of `lmcache` (0.5.3: `lmcache server --help`). Raises ConfigError for a value it would choke on."""
+    pickle = env.get("KV_TRANSFER_MODE", "") == "pickle"
+    argv = [
+        "server",
+        "--host", env.get("KV_LMCACHE_BIND", "0.0.0.0"),  # noqa: S104 - inside network kv, which holds vllm and lmcache alone
+        "--port", str(whole(env, "KV_LMCACHE_PORT", 5555)),
+        "--chunk-size", str(whole(env, "KV_CHUNK_SIZE")),
+        "--l1-size-gb", f"{number(env, 'KV_PLAN_L1_GB'):g}",
+        "--no-l1-use-lazy",  # a pool that grows cannot be shared memory (engine_context.py:319)
+        "--eviction-policy", "LRU",
+        "--shm-name", "" if pickle else SHM_NAME,
+    ]  # fmt: skip
+    return argv + _l2(env, paths)
+
+
+def _l2(env: Mapping[str, str], paths: Paths) -> list[str]:
+    kind = env.get("KV_L2", "").strip()
+    if not kind:
+        return []
+    if kind != "fs":
+        raise ConfigError(f"KV_L2={kind}, needed fs or nothing; a layer of compose/ sets it")
+    if not os.access(paths.cache, os.W_OK | os.X_OK):
+        raise ConfigError(f"permission denied on cache folder {paths.cache} for uid {os.getuid()}: "
+                          "the folder of KV_CACHE_DIR must belong to KV_UID:KV_GID; chown it")  # fmt: skip
+    adapter = {"type": "fs", "base_path": str(paths.cache / "fs")}
+    # retain: a block that L2 gave is kept in L1; by default each hit would read the disk again.
+    return ["--l2-prefetch-policy", "retain", "--l2-adapter", json.dumps(adapter)]

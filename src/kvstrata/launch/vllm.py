@@ -1,0 +1,94 @@
+"""vLLM with the connector guard: check that the model is the one the cache was opened for, then add one argument."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvstrata.launch.config import ConfigError, Paths, number, required, whole
+from kvstrata.launch.supervise import Supervisor, failed_state
+
+__all__ = ["build_argv", "run"]
+
+CONNECTOR = {"kv_connector": "KvstrataConnector", "kv_connector_module_path": "kvstrata.connector"}
+V1_CONNECTOR = "LMCacheConnectorV1"
+#: KV_TRANSFER_MODE -> what the vLLM side asks for. Pickle is the server's doing: without a pool engine_driven falls back to it.
+_MODES = {"auto": None, "engine_driven": "engine_driven", "lmcache_driven": "lmcache_driven", "pickle": "engine_driven"}
+
+
+def run(args: Sequence[str], env: Mapping[str, str] = os.environ, paths: Paths | None = None) -> int:
+    """Supervise `vllm <args>` with the connector added; the failed state for anything a restart cannot mend."""
+    paths = paths or Paths()
+    try:
+        check_identity(required(env, "KV_IDENTITY"), paths)
+        argv = ["vllm", *build_argv(args, env, paths)]
+    except ConfigError as error:
+        return failed_state(str(error), paths.failed)
+    # What the guard of an earlier process said must not be taken for this one's.
+    return Supervisor("vllm", argv, paths.failed, prepare=lambda: _forget(paths.run)).run()
+
+
+def build_argv(args: Sequence[str], env: Mapping[str, str], paths: Paths) -> list[str]:
+    """`args` plus --kv-transfer-config. Raises ConfigError if they choose a connector themselves."""
+    for arg in args:
+        if arg.split("=", 1)[0].replace("_", "-").startswith("--kv-transfer-config"):
+            raise ConfigError(f"vLLM's arguments hold {arg.split('=', 1)[0]}, needed none: kvstrata adds its own connector; "
+                              "take it out of KV_VLLM_EXTRA_ARGS, or set KV_PERSIST=0")  # fmt: skip
+        if V1_CONNECTOR in arg:
+            raise ConfigError(f"vLLM's arguments name {V1_CONNECTOR}, which keeps no cache over a restart; "
+                              "take it out of KV_VLLM_EXTRA_ARGS, or set KV_PERSIST=0")  # fmt: skip
+    return [*args, "--kv-transfer-config", json.dumps(connector_config(env, paths))]
+
+
+def connector_config(env: Mapping[str, str], paths: Paths) -> dict[str, object]:
+    """The connector's configuration; its extra part is read by kvstrata.connector and by LMCache's adapters.
+
+    kv_load_failure_policy: with vLLM's default `fail` a lost cache server kills the engine (SCH:2828 of vllm 0.28.0).
+    """
+    extra: dict[str, object] = {
+        "lmcache.mp.host": env.get("KV_LMCACHE_HOST", "tcp://lmcache"),
+        "lmcache.mp.port": whole(env, "KV_LMCACHE_PORT", 5555),
+        "lmcache.mp.mq_timeout": _short(number(env, "KV_MQ_TIMEOUT", 5)),
+        "lmcache.mp.heartbeat_interval": _short(number(env, "KV_HEARTBEAT", 5)),
+        "kvstrata.identity": required(env, "KV_IDENTITY"),
+        "kvstrata.model_name": required(env, "KV_MODEL_NAME"),
+        "kvstrata.chunk_size": whole(env, "KV_CHUNK_SIZE"),
+        "kvstrata.salt_key_file": str(paths.salt_key),
+    }
+    mode = env.get("KV_TRANSFER_MODE", "").strip() or "auto"
+    if mode not in _MODES:
+        raise ConfigError(f"KV_TRANSFER_MODE={mode}, needed one of {', '.join(_MODES)}; mend it in .env and run `make up`")
+    if _MODES[mode]:
+        extra["lmcache.mp.mp_transfer_mode"] = _MODES[mode]
+    return {**CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
+
+
+def check_identity(expected: str, paths: Paths) -> None:
+    """Refuse a model folder other than the one KV_IDENTITY was computed from: its blocks would be served as if they fitted."""
+    if not re.fullmatch(r"[0-9a-f]{16,128}", expected):
+        raise ConfigError(f"KV_IDENTITY={expected!r} is no digest; run `make up`, which writes it to .env")
+    from kvstrata.deploy import identity  # late: a health check never needs it
+
+    try:
+        found = identity.compute(paths.model, paths.state / "identity.json").digest
+    except Exception as error:  # whatever it is, an unchecked model must not meet the cache
+        raise ConfigError(f"the model folder cannot be read: {' '.join(str(error).split())}") from error
+    if found != expected:
+        raise ConfigError(f"identity mismatch: the model folder is {found[:16]}…, .env says {expected[:16]}…; "
+                          "its files changed since the last `make up`: run it again")  # fmt: skip
+
+
+def _short(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+def _forget(folder: Path) -> None:
+    for path in folder.glob("guard-*.json"):
+        try:
+            path.unlink()
+        except OSError as error:
+            print(f"kvstrata-launch: cannot remove {path}: {error}", file=sys.stderr, flush=True)
