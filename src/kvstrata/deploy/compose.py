@@ -1,0 +1,264 @@
+"""Thin wrapper around `docker compose`: the same commands that a person would type in the checkout's root.
+
+.env names the files (COMPOSE_FILE), so plain `docker compose ps` in that folder shows the same stack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+from kvstrata.deploy import causes
+from kvstrata.deploy.errors import CommandFailed, KvError
+from kvstrata.deploy.settings import MANAGED_KEYS, Settings
+
+__all__ = ["Compose", "ServiceState", "StackFailed", "parse_ps"]
+
+FAILED_MARK = "kvstrata failed:"
+LOG_LINES = 30
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class ServiceState:
+    """One container as `docker compose ps --all` shows it. `ports`: (host address, published, target)."""
+
+    service: str
+    container: str
+    container_id: str
+    image: str
+    state: str
+    health: str
+    exit_code: int
+    ports: tuple[tuple[str, int, int], ...]
+
+    @property
+    def ok(self) -> bool:
+        """Running, and healthy where there is a health check."""
+        return self.state == "running" and self.health in ("healthy", "")
+
+
+class StackFailed(KvError):
+    """The stack did not become healthy. Holds the service, its last log lines and the likely cause."""
+
+    exit_code = 1
+
+    def __init__(self, service: str, reason: str, log: str, cause: str) -> None:
+        shown = f"\n--- last {LOG_LINES} lines of {service} ---\n{log.strip()}\n---" if log.strip() else ""
+        super().__init__(f"{service}: {reason}{shown}", "every service healthy", cause)
+        self.service, self.reason, self.log = service, reason, log
+
+
+class Compose:
+    """Commands on the stack of one checkout. Raises CommandFailed when docker does, KvError when docker is missing."""
+
+    def __init__(self, root: Path, settings: Settings, command: Sequence[str] = ("docker", "compose")) -> None:
+        self._root, self._settings, self._command = root, settings, list(command)
+
+    def command_line(self, wait_timeout: int | None = None) -> str:
+        """What `up` runs, to be typed in the root of the checkout."""
+        return " ".join(["docker", "compose", *self._up_args(wait_timeout)])
+
+    def up(self, wait_timeout: int | None = None, services: Sequence[str] | None = None,
+           note: Callable[[str], None] = lambda _text: None) -> None:  # fmt: skip
+        """Start or update the stack and wait until all of it is healthy (seconds; default KV_WAIT_TIMEOUT).
+
+        Unchanged services are not touched; services of layers that were taken out are removed. A service in the launcher's
+        failed state ends the wait at once. Raises StackFailed. `note` gets one line of progress now and then.
+        """
+        for state, _ in self._failed():  # an earlier failure: a new container is a new try
+            self._docker("rm", "-f", state.container_id)
+        args = [*self._command, *self._up_args(wait_timeout), *(services or ())]
+        with tempfile.TemporaryFile(mode="w+") as output:
+            process = subprocess.Popen(args, cwd=self._root, env=self._env(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            try:
+                self._watch(process, note)
+            except BaseException:
+                process.send_signal(signal.SIGINT)
+                process.wait()
+                raise
+            output.seek(0)
+            text = output.read()
+        if process.returncode != 0:
+            raise self._why(text)
+        self._drop_old_pools()
+
+    def down(self) -> None:
+        """Stop and remove the containers and networks. Volumes and data folders stay."""
+        self._compose("down", "--remove-orphans")
+
+    def ps(self) -> list[ServiceState]:
+        """All containers of the project, stopped ones too, by service name."""
+        return parse_ps(self._compose("ps", "--all", "--format", "json").stdout)
+
+    def logs(self, service: str | None = None, tail: int | None = None, follow: bool = False) -> str:
+        """Log text, oldest first. With `follow` it goes to the terminal until Ctrl-C, and "" comes back."""
+        args = ["logs", "--no-color", *(["--tail", str(tail)] if tail is not None else []), *(["--follow"] if follow else [])]
+        if service:
+            args += [service] if follow else ["--no-log-prefix", service]
+        if follow:
+            subprocess.run([*self._command, *args], cwd=self._root, env=self._env(), check=False)
+            return ""
+        return self._compose(*args).stdout
+
+    def kill(self, service: str) -> None:
+        """SIGKILL the service's container and start it again. Docker's restart policy does not undo a kill."""
+        for state in self.ps():
+            if state.service == service and state.state == "running":
+                self._docker("kill", "-s", "KILL", state.container_id)
+        self.start(service)
+
+    def start(self, *services: str) -> None:
+        """Start these services alone; does not wait for their health."""
+        self._compose("up", "-d", "--no-deps", *services)
+
+    def exec(self, service: str, argv: Sequence[str], check: bool = True, timeout: float | None = 60) -> CompletedProcess[str]:
+        """Run argv in the running container of the service, with text output."""
+        return self._compose("exec", "-T", service, *argv, check=check, timeout=timeout)
+
+    def wait_healthy(self, services: Sequence[str], timeout: float) -> None:
+        """Return when all `services` are healthy. Raises StackFailed after `timeout` s, or at once for a failed state."""
+        end = time.monotonic() + timeout
+        while True:
+            states = {state.service: state for state in self.ps()}
+            if all(name in states and states[name].ok for name in services):
+                return
+            for state, reason in self._failed():
+                raise self._stack_failed(state, reason)
+            if time.monotonic() > end:
+                bad = next(name for name in services if name not in states or not states[name].ok)
+                if bad not in states:
+                    raise StackFailed(bad, "has no container", "", "run `make up`")
+                raise self._stack_failed(states[bad], f"{_shown(states[bad])} after {timeout:.0f} s")
+            time.sleep(_POLL_S)
+
+    # -- inner workings --
+
+    def _up_args(self, wait_timeout: int | None) -> list[str]:
+        timeout = self._settings.wait_timeout if wait_timeout is None else wait_timeout
+        return ["up", "-d", "--wait", "--wait-timeout", str(timeout), "--remove-orphans"]
+
+    def _env(self) -> dict[str, str]:
+        """The caller's environment without what only .env may say: an exported COMPOSE_FILE would mean another stack."""
+        env = {k: v for k, v in os.environ.items() if k not in MANAGED_KEYS and not k.startswith("COMPOSE_")}
+        return {**env, "COMPOSE_PROJECT_NAME": self._settings.project}
+
+    def _compose(self, *args: str, check: bool = True, timeout: float | None = None) -> CompletedProcess[str]:
+        return self._run([*self._command, *args], check, timeout)
+
+    def _docker(self, *args: str, check: bool = True) -> CompletedProcess[str]:
+        return self._run(["docker", *args], check, 60)
+
+    def _run(self, argv: list[str], check: bool, timeout: float | None) -> CompletedProcess[str]:
+        try:
+            done = subprocess.run(argv, cwd=self._root, env=self._env(), stdin=subprocess.DEVNULL, capture_output=True,
+                                  text=True, errors="replace", check=False, timeout=timeout)  # fmt: skip
+        except FileNotFoundError:
+            raise KvError(f"no command `{argv[0]}`", "Docker Engine with Compose", "run `make up`, which says how to get it") from None
+        except subprocess.TimeoutExpired:
+            raise CommandFailed(argv, 124, f"no end after {timeout} s") from None
+        if check and done.returncode != 0:
+            raise CommandFailed(argv, done.returncode, done.stdout + done.stderr)
+        return done
+
+    def _watch(self, process: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
+        """Until compose ends. A container that says why it cannot run ends it early."""
+        started = time.monotonic()
+        while process.poll() is None:
+            try:
+                process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                for state, reason in self._failed():
+                    raise self._stack_failed(state, reason) from None
+                waiting = [state.service for state in self._states() if not state.ok]
+                note(f"{time.monotonic() - started:.0f} s, waiting for {', '.join(waiting) or 'compose'}")
+
+    def _why(self, output: str) -> StackFailed:
+        """Turn a failed `up` into the service that is to blame, its log and the likely cause."""
+        for state, reason in self._failed():
+            return self._stack_failed(state, reason)
+        bad = [state for state in self._states() if not state.ok]
+        bad.sort(key=lambda state: state.health == "starting")
+        said = causes.likely(output, default="")
+        if said or not bad:  # compose itself could not create or start something
+            lines = "\n".join(output.strip().splitlines()[-LOG_LINES:])
+            return StackFailed("docker compose up", "ended with an error", lines, said or causes.UNKNOWN)
+        return self._stack_failed(bad[0], _shown(bad[0]))
+
+    def _stack_failed(self, state: ServiceState, reason: str) -> StackFailed:
+        log = self._docker("logs", "--tail", str(LOG_LINES), state.container_id, check=False)
+        details = self._inspect([state.container_id])
+        if details and details[0]["State"].get("OOMKilled"):
+            reason += " (out of memory)"
+        text = log.stdout + log.stderr
+        return StackFailed(state.service, reason, text, causes.likely(f"{reason}\n{text}"))
+
+    def _states(self) -> list[ServiceState]:
+        done = self._compose("ps", "--all", "--format", "json", check=False)
+        return parse_ps(done.stdout) if done.returncode == 0 else []
+
+    def _failed(self) -> list[tuple[ServiceState, str]]:
+        """Containers whose last health check carried the launcher's reason, with it."""
+        found = []
+        states = {state.container_id: state for state in self._states() if state.state == "running"}
+        for detail in self._inspect(list(states)):
+            checks = (detail["State"].get("Health") or {}).get("Log") or []
+            said = str(checks[-1].get("Output", "")) if checks else ""
+            if said.startswith(FAILED_MARK):
+                state = next(s for key, s in states.items() if detail["Id"].startswith(key))
+                found.append((state, said.splitlines()[0].removeprefix(FAILED_MARK).strip()))
+        return found
+
+    def _inspect(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+        if not ids:
+            return []
+        done = self._docker("inspect", *ids, check=False)  # a container may go between ps and here
+        found: list[dict[str, Any]] = json.loads(done.stdout or "[]")
+        return found
+
+    def _drop_old_pools(self) -> None:
+        """Remove shared-memory volumes of earlier sizes (their name carries it); they are tmpfs, unused and empty."""
+        names = self._docker("volume", "ls", "-q", "--filter", "dangling=true", "--filter",
+                             f"label=com.docker.compose.project={self._settings.project}", check=False).stdout.split()  # fmt: skip
+        old = [name for name in names if name.startswith(f"{self._settings.project}_shm_")]
+        if old and self._settings.persist:
+            self._docker("volume", "rm", *old, check=False)
+
+
+def parse_ps(text: str) -> list[ServiceState]:
+    """Output of `docker compose ps --format json`: one array (old versions) or one object a line (since 2.21)."""
+    text = text.strip()
+    if not text:
+        return []
+    rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+    states = [
+        ServiceState(
+            service=row["Service"],
+            container=row["Name"],
+            container_id=row["ID"],
+            image=row.get("Image", ""),
+            state=row["State"],
+            health=row.get("Health") or "",
+            exit_code=int(row.get("ExitCode") or 0),
+            ports=tuple(
+                sorted({(p.get("URL", ""), int(p["PublishedPort"]), int(p["TargetPort"])) for p in row.get("Publishers") or [] if p["PublishedPort"]})
+            ),
+        )
+        for row in rows
+    ]
+    return sorted(states, key=lambda state: state.service)
+
+
+def _shown(state: ServiceState) -> str:
+    if state.state != "running":
+        return f"is {state.state} (exit code {state.exit_code})"
+    return f"is {state.health or 'running'}"
