@@ -19,7 +19,9 @@ CONFIG = Path(__file__).parents[2] / "configs" / "proxy" / "nginx.conf"
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 PATHS = ("/metrics", "/healthcheck", "/status", "/version")
 
-pytestmark = pytest.mark.skipif(NGINX is None, reason="no nginx here: apt-get install nginx-light (tests/stack runs the image)")
+pytestmark = pytest.mark.skipif(
+    NGINX is None, reason="no nginx here: apt-get install nginx-light (tests/stack runs the image)"
+)
 
 
 @dataclass
@@ -63,7 +65,10 @@ def upstream(path: Path, heads: list[str], stop: threading.Event) -> None:
                     head += chunk
                 heads.append(head.decode())
                 body = b"from upstream"
-                connection.sendall(b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body))
+                connection.sendall(
+                    b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+                    % (len(body), body)
+                )
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +164,9 @@ def test_nothing_else_passes(proxy: Proxy, target: str) -> None:
 def test_a_body_or_a_second_request_in_it_does_not_pass(proxy: Proxy) -> None:
     proxy.heads.clear()
     proxy.ask("/metrics", headers="Content-Length: 33\r\n\r\nPOST /run_script HTTP/1.1\r\nHost: x\r\n")
-    proxy.raw("GET /metrics HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n1c\r\nPOST /run_script HTTP/1.1\r\n\r\n0\r\n\r\n")
+    proxy.raw(
+        "GET /metrics HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n1c\r\nPOST /run_script HTTP/1.1\r\n\r\n0\r\n\r\n"
+    )
     assert not [head for head in proxy.heads if "run_script" in head]
 
 

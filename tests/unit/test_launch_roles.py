@@ -19,7 +19,13 @@ from kvstrata.launch import health, lmcache, lmcache_server, vllm
 from kvstrata.launch.config import ConfigError, Paths
 
 DIGEST = "ab" * 32
-VLLM_ENV = {"KV_IDENTITY": DIGEST, "KV_MODEL_NAME": "tiny", "KV_CHUNK_SIZE": "256", "KV_MQ_TIMEOUT": "5", "KV_HEARTBEAT": "2.5"}
+VLLM_ENV = {
+    "KV_IDENTITY": DIGEST,
+    "KV_MODEL_NAME": "tiny",
+    "KV_CHUNK_SIZE": "256",
+    "KV_MQ_TIMEOUT": "5",
+    "KV_HEARTBEAT": "2.5",
+}
 CACHE_ENV = {"KV_CHUNK_SIZE": "256", "KV_PLAN_L1_GB": "1.5"}
 ARGS = ["serve", "/model", "--served-model-name", "tiny"]
 
@@ -47,7 +53,9 @@ def test_vllm_keeps_its_arguments_and_gets_the_guard() -> None:
     }
 
 
-@pytest.mark.parametrize(("mode", "asked"), [("auto", None), ("", None), ("lmcache_driven", "lmcache_driven"), ("pickle", "engine_driven")])
+@pytest.mark.parametrize(
+    ("mode", "asked"), [("auto", None), ("", None), ("lmcache_driven", "lmcache_driven"), ("pickle", "engine_driven")]
+)
 def test_the_transfer_mode_is_passed_on_only_when_it_was_chosen(mode: str, asked: str | None) -> None:
     config = json.loads(vllm.build_argv(ARGS, {**VLLM_ENV, "KV_TRANSFER_MODE": mode}, Paths())[-1])
     assert config["kv_connector_extra_config"].get("lmcache.mp.mp_transfer_mode") == asked
@@ -69,7 +77,14 @@ def test_arguments_that_choose_a_connector_are_refused(extra: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("KV_CHUNK_SIZE", ""), ("KV_CHUNK_SIZE", "1.5"), ("KV_MQ_TIMEOUT", "nan"), ("KV_HEARTBEAT", "0"), ("KV_TRANSFER_MODE", "x")]
+    ("key", "value"),
+    [
+        ("KV_CHUNK_SIZE", ""),
+        ("KV_CHUNK_SIZE", "1.5"),
+        ("KV_MQ_TIMEOUT", "nan"),
+        ("KV_HEARTBEAT", "0"),
+        ("KV_TRANSFER_MODE", "x"),
+    ],
 )
 def test_a_bad_value_names_its_knob(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=key):
@@ -148,7 +163,9 @@ class UnixServer(HTTPServer):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(200, 0), (503, 1)])
-def test_health_asks_the_service_itself(tmp_path: Path, code: int, expected: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_health_asks_the_service_itself(
+    tmp_path: Path, code: int, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     handler = type("Handler", (Answer,), {"code": code})
     over_tcp = HTTPServer(("127.0.0.1", 0), handler)
     over_unix = UnixServer(str(tmp_path / "http.sock"), handler)  # type: ignore[arg-type]

@@ -54,7 +54,9 @@ def log_of(tmp_path: Path) -> str:
     return (tmp_path / "log").read_text()
 
 
-def test_a_crashing_child_is_restarted_up_to_the_limit_and_then_sleeps_in_the_failed_state(start: Start, tmp_path: Path) -> None:
+def test_a_crashing_child_is_restarted_up_to_the_limit_and_then_sleeps_in_the_failed_state(
+    start: Start, tmp_path: Path
+) -> None:
     marks = tmp_path / "marks"
     process = start(f"open({str(marks)!r}, 'a').write('x'); raise SystemExit(3)", restarts=2)
     wait_for((tmp_path / "failed").exists)
@@ -101,7 +103,9 @@ def test_nothing_of_a_crashed_server_outlives_it(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_reaches_the_child_and_ends_the_launcher_with_0(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stop_reaches_the_child_and_ends_the_launcher_with_0(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
     got = tmp_path / "got"
     child = (
         "import signal, sys, time\n"
@@ -131,7 +135,9 @@ def test_a_stop_during_the_pause_before_a_restart_is_obeyed(tmp_path: Path) -> N
 def test_a_program_that_is_missing_is_a_failed_state_not_a_loop(start: Start, tmp_path: Path) -> None:
     driver = DRIVER.replace('[sys.executable, "-c", sys.argv[3]]', '["/no/such/program"]')
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-c", driver, str(tmp_path / "failed"), "5", ""], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-c", driver, str(tmp_path / "failed"), "5", ""], stdout=log, stderr=log
+        )
     wait_for((tmp_path / "failed").exists)
     assert "/no/such/program" in log_of(tmp_path)
     process.kill()

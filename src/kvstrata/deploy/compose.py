@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -68,20 +70,26 @@ class Compose:
         """What `up` runs, to be typed in the root of the checkout."""
         return " ".join(["docker", "compose", *self._up_args(wait_timeout)])
 
-    def up(self, wait_timeout: int | None = None, services: Sequence[str] | None = None,
-           note: Callable[[str], None] = lambda _text: None) -> None:  # fmt: skip
+    def up(
+        self,
+        wait_timeout: int | None = None,
+        services: Sequence[str] | None = None,
+        on_note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
         """Start or update the stack and wait until all of it is healthy (seconds; default KV_WAIT_TIMEOUT).
 
-        Unchanged services are not touched; services of layers that were taken out are removed. A service in the launcher's
-        failed state ends the wait at once. Raises StackFailed. `note` gets one line of progress now and then.
+        Unchanged services are not touched; services of layers that were taken out are removed. A service in the
+        launcher's failed state ends the wait at once. Raises StackFailed. `on_note` gets one line of progress a second.
         """
         for state, _ in self._failed():  # an earlier failure: a new container is a new try
             self._docker("rm", "-f", state.container_id)
         args = [*self._command, *self._up_args(wait_timeout), *(services or ())]
         with tempfile.TemporaryFile(mode="w+") as output:
-            process = subprocess.Popen(args, cwd=self._root, env=self._env(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                args, cwd=self._root, env=self._env(), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
             try:
-                self._watch(process, note)
+                self._watch(process, on_note)
             except BaseException:
                 process.send_signal(signal.SIGINT)
                 process.wait()
@@ -100,33 +108,46 @@ class Compose:
         """All containers of the project, stopped ones too, by service name."""
         return parse_ps(self._compose("ps", "--all", "--format", "json").stdout)
 
-    def logs(self, service: str | None = None, tail: int | None = None, follow: bool = False) -> str:
-        """Log text, oldest first. With `follow` it goes to the terminal until Ctrl-C, and "" comes back."""
-        args = ["logs", "--no-color", *(["--tail", str(tail)] if tail is not None else []), *(["--follow"] if follow else [])]
-        if service:
-            args += [service] if follow else ["--no-log-prefix", service]
-        if follow:
-            subprocess.run([*self._command, *args], cwd=self._root, env=self._env(), check=False)
-            return ""
-        return self._compose(*args).stdout
+    def running_ports(self) -> frozenset[int]:
+        """Host ports that running containers of this project publish; works before there is any compose file."""
+        mine = f"label=com.docker.compose.project={self._settings.project}"
+        done = self._docker("ps", "--filter", mine, "--format", "{{.Ports}}", check=False)
+        return frozenset(int(port) for port in re.findall(r":(\d+)->", done.stdout))
 
-    def kill(self, service: str) -> None:
-        """SIGKILL the service's container and start it again. Docker's restart policy does not undo a kill."""
+    def logs(self, service: str | None = None, tail: int | None = None) -> str:
+        """Log text, oldest first; of one service without its name before each line."""
+        prefix = ["--no-log-prefix", service] if service else []
+        return self._compose("logs", "--no-color", *_tail(tail), *prefix).stdout
+
+    def show_logs(self, service: str = "", tail: int | None = None, follow: bool = False) -> None:
+        """Logs straight to the terminal; with `follow` until Ctrl-C."""
+        args = ["logs", *_tail(tail), *(["--follow"] if follow else []), *([service] if service else [])]
+        with contextlib.suppress(KeyboardInterrupt):
+            subprocess.run([*self._command, *args], cwd=self._root, env=self._env(), check=False)
+
+    def kill(self, service: str, restart: bool = True) -> None:
+        """SIGKILL the service's container and start it again (docker's restart policy does not undo a kill).
+
+        With `restart` false it stays dead until `start`.
+        """
         for state in self.ps():
             if state.service == service and state.state == "running":
                 self._docker("kill", "-s", "KILL", state.container_id)
-        self.start(service)
+        if restart:
+            self.start([service])
 
-    def start(self, *services: str) -> None:
+    def start(self, services: Sequence[str]) -> None:
         """Start these services alone; does not wait for their health."""
         self._compose("up", "-d", "--no-deps", *services)
 
-    def exec(self, service: str, argv: Sequence[str], check: bool = True, timeout: float | None = 60) -> CompletedProcess[str]:
+    def exec(
+        self, service: str, argv: Sequence[str], check: bool = True, timeout: float | None = 60
+    ) -> CompletedProcess[str]:
         """Run argv in the running container of the service, with text output."""
         return self._compose("exec", "-T", service, *argv, check=check, timeout=timeout)
 
     def wait_healthy(self, services: Sequence[str], timeout: float) -> None:
-        """Return when all `services` are healthy. Raises StackFailed after `timeout` s, or at once for a failed state."""
+        """Return when all `services` are healthy. StackFailed after `timeout` s, or at once for a failed state."""
         end = time.monotonic() + timeout
         while True:
             states = {state.service: state for state in self.ps()}
@@ -148,7 +169,7 @@ class Compose:
         return ["up", "-d", "--wait", "--wait-timeout", str(timeout), "--remove-orphans"]
 
     def _env(self) -> dict[str, str]:
-        """The caller's environment without what only .env may say: an exported COMPOSE_FILE would mean another stack."""
+        """The caller's environment less what only .env may say: an exported COMPOSE_FILE would mean another stack."""
         env = {k: v for k, v in os.environ.items() if k not in MANAGED_KEYS and not k.startswith("COMPOSE_")}
         return {**env, "COMPOSE_PROJECT_NAME": self._settings.project}
 
@@ -163,7 +184,8 @@ class Compose:
             done = subprocess.run(argv, cwd=self._root, env=self._env(), stdin=subprocess.DEVNULL, capture_output=True,
                                   text=True, errors="replace", check=False, timeout=timeout)  # fmt: skip
         except FileNotFoundError:
-            raise KvError(f"no command `{argv[0]}`", "Docker Engine with Compose", "run `make up`, which says how to get it") from None
+            needed = "Docker Engine with Compose"
+            raise KvError(f"no command `{argv[0]}`", needed, "run `make up`, which says how to get it") from None
         except subprocess.TimeoutExpired:
             raise CommandFailed(argv, 124, f"no end after {timeout} s") from None
         if check and done.returncode != 0:
@@ -227,8 +249,10 @@ class Compose:
 
     def _drop_old_pools(self) -> None:
         """Remove shared-memory volumes of earlier sizes (their name carries it); they are tmpfs, unused and empty."""
-        names = self._docker("volume", "ls", "-q", "--filter", "dangling=true", "--filter",
-                             f"label=com.docker.compose.project={self._settings.project}", check=False).stdout.split()  # fmt: skip
+        mine = f"label=com.docker.compose.project={self._settings.project}"
+        names = self._docker(
+            "volume", "ls", "-q", "--filter", "dangling=true", "--filter", mine, check=False
+        ).stdout.split()
         old = [name for name in names if name.startswith(f"{self._settings.project}_shm_")]
         if old and self._settings.persist:
             self._docker("volume", "rm", *old, check=False)
@@ -239,23 +263,27 @@ def parse_ps(text: str) -> list[ServiceState]:
     text = text.strip()
     if not text:
         return []
-    rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
-    states = [
-        ServiceState(
-            service=row["Service"],
-            container=row["Name"],
-            container_id=row["ID"],
-            image=row.get("Image", ""),
-            state=row["State"],
-            health=row.get("Health") or "",
-            exit_code=int(row.get("ExitCode") or 0),
-            ports=tuple(
-                sorted({(p.get("URL", ""), int(p["PublishedPort"]), int(p["TargetPort"])) for p in row.get("Publishers") or [] if p["PublishedPort"]})
-            ),
-        )
-        for row in rows
-    ]
-    return sorted(states, key=lambda state: state.service)
+    lines = [line for line in text.splitlines() if line.strip()]
+    rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in lines]
+    return sorted((_state(row) for row in rows), key=lambda state: state.service)
+
+
+def _state(row: dict[str, Any]) -> ServiceState:
+    published = [p for p in row.get("Publishers") or [] if p["PublishedPort"]]
+    return ServiceState(
+        service=row["Service"],
+        container=row["Name"],
+        container_id=row["ID"],
+        image=row.get("Image", ""),
+        state=row["State"],
+        health=row.get("Health") or "",
+        exit_code=int(row.get("ExitCode") or 0),
+        ports=tuple(sorted({(p.get("URL", ""), int(p["PublishedPort"]), int(p["TargetPort"])) for p in published})),
+    )
+
+
+def _tail(lines: int | None) -> list[str]:
+    return [] if lines is None else ["--tail", str(lines)]
 
 
 def _shown(state: ServiceState) -> str:

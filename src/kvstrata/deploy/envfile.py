@@ -1,4 +1,4 @@
-"""Writing .env and the data folders: create once, fill blanks in place, rewrite the managed block only when it changes."""
+"""Writing .env and the data folders: create once, fill blanks in place, rewrite the managed block only on a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstrata.deploy import dotenv
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS, Settings
 
-__all__ = ["ensure", "ensure_data", "ensure_secrets", "set_blank", "write_managed"]
+__all__ = ["ensure", "ensure_data", "ensure_secrets", "set_blank", "set_value", "write_managed"]
 
 #: Owner of the data when root runs the CLI: containers never run as root (facts: 0600 files need the same id).
 SERVICE_ID = 10001
@@ -42,35 +42,39 @@ def set_blank(root: Path, values: Mapping[str, str]) -> list[str]:
 
     The rest of the file, comments included, stays byte for byte. Raises KvError for a name that is no knob.
     """
+    return [key for key, value in values.items() if value and _set(root, key, value, keep=True)]
+
+
+def set_value(root: Path, key: str, value: str) -> bool:
+    """Write one user knob in place, whatever it says now (a verb that the user called decides it); True if it changed."""
+    return _set(root, key, value, keep=False)
+
+
+def _set(root: Path, key: str, value: str, keep: bool) -> bool:
+    if key not in USER_KEYS:
+        raise KvError(f"a write of {key} to .env", "a knob of .env.example", "this is a bug in kvstrata: report it")
     path = root / ".env"
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")
-    changed: list[str] = []
-    for key, value in values.items():
-        if key not in USER_KEYS:
-            raise KvError(f"set_blank of {key}", "a knob of .env.example", "this is a bug in kvstrata: report it")
-        if not value:
-            continue
-        line = f"{key}={dotenv.quote(value)}"
-        entries = [e for e in dotenv.parse_text("\n".join(lines), str(path), os.environ) if e.key == key and not e.managed]
-        if not entries:
-            lines.insert(_end_of_user_part(lines), line)
-        elif not entries[-1].value:
-            index = entries[-1].line - 1
-            comment = re.search(r"\s+#.*", lines[index])
-            lines[index] = line + (comment[0] if comment else "")
-        else:
-            continue
-        changed.append(key)
-    if changed:
-        _replace(path, "\n".join(lines))
-    return changed
+    entries = [e for e in dotenv.parse_text(text, str(path), os.environ) if e.key == key and not e.managed]
+    line = f"{key}={dotenv.quote(value)}"
+    if not entries:
+        lines.insert(_end_of_user_part(lines), line)
+    elif entries[-1].value == value or (keep and entries[-1].value):
+        return False
+    else:
+        index = entries[-1].line - 1
+        comment = re.search(r"\s+#[^'\"]*$", lines[index])
+        lines[index] = line + (comment[0] if comment else "")
+    _replace(path, "\n".join(lines))
+    return True
 
 
 def write_managed(root: Path, values: Mapping[str, str]) -> bool:
     """Put exactly MANAGED_KEYS between the marker lines at the end of .env; True if the file changed.
 
-    Equal content is not written, so a second `up` leaves the file's mtime alone. Raises KvError if a key is missing or unknown.
+    Equal content is not written, so a second `up` leaves the file's mtime alone. Raises KvError for a missing or
+    unknown key.
     """
     missing, extra = set(MANAGED_KEYS) - set(values), set(values) - set(MANAGED_KEYS)
     if missing or extra:
@@ -79,7 +83,8 @@ def write_managed(root: Path, values: Mapping[str, str]) -> bool:
     path = root / ".env"
     text = path.read_text(encoding="utf-8")
     block = "".join(f"{key}={dotenv.quote(values[key])}\n" for key in MANAGED_KEYS)
-    user = re.sub(rf"\n*^{re.escape(dotenv.BEGIN)}$.*?(?:^{re.escape(dotenv.END)}$\n?|\Z)", "\n", text, flags=re.M | re.S)
+    old = rf"\n*^{re.escape(dotenv.BEGIN)}$.*?(?:^{re.escape(dotenv.END)}$\n?|\Z)"
+    user = re.sub(old, "\n", text, flags=re.M | re.S)
     new = f"{user.rstrip()}\n\n{dotenv.BEGIN}\n{block}{dotenv.END}\n"
     if new == text:
         return False
@@ -88,8 +93,10 @@ def write_managed(root: Path, values: Mapping[str, str]) -> bool:
 
 
 def ensure_data(settings: Settings) -> None:
-    """Make the data folders, 0700 for cache and secrets, owned by KV_UID:KV_GID. What exists keeps its content and mode,
-    but a cache or secrets folder that others may enter is closed (R16)."""
+    """Make the data folders, 0700 for cache and secrets, owned by KV_UID:KV_GID.
+
+    What exists keeps its content and mode, but a cache or secrets folder that others may enter is closed (R16).
+    """
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     private = (settings.cache_dir, settings.secrets_dir)
     for folder in (*private, settings.models_dir, settings.state_dir, settings.reports_dir):
@@ -104,13 +111,13 @@ def ensure_data(settings: Settings) -> None:
 def ensure_secrets(settings: Settings) -> list[Path]:
     """Create the secrets that are not there yet, 0600, never overwriting one. Files that were created.
 
-    salt_key: 32 random bytes in hex, keys the digest of tenants' cache salts. Losing it makes salted blocks unreachable.
+    salt_key: 32 random bytes in hex, the key of the digest of tenants' cache salts; without it salted blocks are lost.
     """
     ensure_data(settings)
     path = settings.secrets_dir / "salt_key"
     if path.exists():
         if not path.read_text(encoding="ascii", errors="replace").strip():
-            raise KvError(f"{path} is empty", "32 random bytes in hex", f"rm {path}; the next `make up` makes a new one")
+            raise KvError(f"{path} is empty", "32 random bytes in hex", f"rm {path}; `make up` makes a new one")
         return []
     _replace(path, secrets.token_hex(32) + "\n", mode=0o600)
     _own(path, settings)
@@ -143,7 +150,7 @@ def _replace(path: Path, text: str, mode: int | None = None) -> None:
                 os.fchown(file.fileno(), old.st_uid, old.st_gid)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        Path(name).replace(path)
     except BaseException:
-        os.unlink(name)
+        Path(name).unlink()
         raise

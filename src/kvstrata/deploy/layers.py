@@ -6,6 +6,7 @@ compose/; nothing here has to change for it.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import re
@@ -16,7 +17,17 @@ from pathlib import Path
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
 
-__all__ = ["DEVICE_LAYERS", "Layer", "all_combinations", "check", "compose_file", "load", "resolve", "selectable"]
+__all__ = [
+    "DEVICE_LAYERS",
+    "Layer",
+    "all_combinations",
+    "check",
+    "compose_file",
+    "load",
+    "plain",
+    "resolve",
+    "selectable",
+]
 
 BASE, CACHE = "vllm", "lmcache"
 
@@ -79,6 +90,11 @@ def resolve(settings: Settings) -> list[Path]:
     files = [settings.root / "compose" / f"{name}.yaml" for name in names]
     check(files)
     return files
+
+
+def plain(settings: Settings) -> list[Path]:
+    """The files of plain vLLM on this device, whatever KV_PERSIST says: what a rollback runs."""
+    return resolve(dataclasses.replace(settings, persist=False))
 
 
 def check(files: Iterable[Path]) -> list[Layer]:

@@ -43,7 +43,11 @@ MANAGED_KEYS: tuple[str, ...] = (
 )  # fmt: skip
 
 #: Old name -> new name. An old name is an error that names the new one; it is never read.
-RENAMED: Mapping[str, str] = {"KV_MODEL_DIR": "MODEL_DIR", "KV_METRICS": "KV_METRICS_PORT", "KV_DISK_DIR": "KV_CACHE_DIR"}
+RENAMED: Mapping[str, str] = {
+    "KV_MODEL_DIR": "MODEL_DIR",
+    "KV_METRICS": "KV_METRICS_PORT",
+    "KV_DISK_DIR": "KV_CACHE_DIR",
+}
 
 DEVICES = ("cpu", "nvidia", "gb10")
 IMAGE_SOURCES = ("build", "pull")
@@ -237,7 +241,9 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         chunk_size=r.whole("KV_CHUNK_SIZE", 16, 1 << 20, "a number of tokens from 16 to 1048576"),
         l1_gb=r.size("KV_L1_GB"),
         l2_gb=r.size("KV_L2_GB"),
-        vllm_kv_gb=r.whole("KV_VLLM_KV_GB", 1, 4096, "a whole number of GiB, or blank") if r.text("KV_VLLM_KV_GB") else None,
+        vllm_kv_gb=r.whole("KV_VLLM_KV_GB", 1, 4096, "a whole number of GiB, or blank")
+        if r.text("KV_VLLM_KV_GB")
+        else None,
         vllm_mem_gb=r.size("KV_VLLM_MEM_GB"),
         lmcache_mem_gb=r.size("KV_LMCACHE_MEM_GB"),
         data_dir=data_dir,

@@ -34,7 +34,7 @@ def build_argv(env: Mapping[str, str], paths: Paths) -> list[str]:
     pickle = env.get("KV_TRANSFER_MODE", "") == "pickle"
     argv = [
         "server",
-        "--host", env.get("KV_LMCACHE_BIND", "0.0.0.0"),  # noqa: S104 - inside network kv, which holds vllm and lmcache alone
+        "--host", env.get("KV_LMCACHE_BIND", "0.0.0.0"),
         "--port", str(whole(env, "KV_LMCACHE_PORT", 5555)),
         "--chunk-size", str(whole(env, "KV_CHUNK_SIZE")),
         "--l1-size-gb", f"{number(env, 'KV_PLAN_L1_GB'):g}",

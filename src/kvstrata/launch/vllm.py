@@ -61,10 +61,17 @@ def connector_config(env: Mapping[str, str], paths: Paths) -> dict[str, object]:
     }
     mode = env.get("KV_TRANSFER_MODE", "").strip() or "auto"
     if mode not in _MODES:
-        raise ConfigError(f"KV_TRANSFER_MODE={mode}, needed one of {', '.join(_MODES)}; mend it in .env and run `make up`")
+        raise ConfigError(
+            f"KV_TRANSFER_MODE={mode}, needed one of {', '.join(_MODES)}; mend it in .env and run `make up`"
+        )
     if _MODES[mode]:
         extra["lmcache.mp.mp_transfer_mode"] = _MODES[mode]
-    return {**CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
+    return {
+        **CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def check_identity(expected: str, paths: Paths) -> None:
