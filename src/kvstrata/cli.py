@@ -1,0 +1,173 @@
+"""`kvstrata <verb>`: what the Makefile calls, one to one. Exit codes: 0 done, 1 proof or command failed, 2 refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvstrata.deploy import envfile, images, lock, settings, status, up
+from kvstrata.deploy.compose import Compose
+from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.steps import Steps
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+lock_app = typer.Typer(no_args_is_help=True, help="versions.lock: every pin of this deployment.")
+app.add_typer(lock_app, name="lock")
+
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def _root() -> Path:
+    """The checkout: KVSTRATA_ROOT (tests, several checkouts with one .venv), else the one that holds this package."""
+    return Path(os.environ.get("KVSTRATA_ROOT") or Path(__file__).resolve().parents[2]).absolute()
+
+
+def _settings() -> settings.Settings:
+    return settings.load(_root())
+
+
+def _print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
+
+
+@app.command("up")
+def up_(proof: Annotated[bool, typer.Option(help="Prove the running stack at the end.")] = True) -> None:
+    """Everything from nothing to a running, proven stack. Safe to repeat."""
+    raise typer.Exit(up.up(_root(), Steps(), proof=proof))
+
+
+@app.command()
+def down() -> None:
+    """Stop and remove the containers. Data, images and settings stay."""
+    Compose(_root(), _settings()).down()
+
+
+@app.command()
+def rollback() -> None:
+    """Back to the plain vLLM: its own arguments, nothing of kvstrata in it. The cache on disk stays; `up` uses it again."""
+    raise typer.Exit(up.rollback(_root(), Steps()))
+
+
+@app.command("status")
+def status_(as_json: Json = False) -> None:
+    """What runs, how KV moves, how full the tiers are, and the last proof."""
+    state = status.collect(_settings(), _root())
+    if as_json:
+        _print_json(state.to_json())
+    else:
+        status.render(state, Console(highlight=False))
+    raise typer.Exit(0 if state.ok else 1)
+
+
+@app.command()
+def logs(
+    service: Annotated[str, typer.Argument(help="vllm, lmcache or proxy; all when left out.")] = "",
+    tail: Annotated[int, typer.Option(help="Lines of each service.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
+) -> None:
+    """The services' log lines."""
+    Compose(_root(), _settings()).show_logs(service, tail=tail, follow=follow)
+
+
+@app.command()
+def plan(
+    explain: Annotated[bool, typer.Option(help="Say why for each figure.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Flags, sizes and limits for this model on this machine. Changes nothing."""
+    made = up.make_plan(_root())
+    if as_json:
+        _print_json(made.to_json())
+    else:
+        made.render(Console(highlight=False), explain=explain)
+
+
+@app.command()
+def verify(
+    live: Annotated[bool, typer.Option("--live", help="Restart nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even while others use the server.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
+) -> None:
+    """The reuse proof on the running stack: cold, warm, and after a kill of each part. Exit 1 if a phase fails."""
+    from kvstrata.proof import verify as proof
+
+    report = proof.run(_settings(), _root(), live=live, force=force, json_path=json_file)
+    report.render(Console(highlight=False))
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@app.command()
+def bench(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma separated.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Folder of the report (JSON, table, plot).")] = None,
+) -> None:
+    """TTFT cold / L0 / L1 / L2 and plain vLLM at several prompt lengths. Restarts servers; takes minutes."""
+    from kvstrata.proof import bench as benchmark
+
+    benchmark.run(
+        _settings(),
+        _root(),
+        lengths=tuple(int(n) for n in lengths.split(",") if n.strip()),
+        repeats=repeats,
+        out=out,
+        console=Console(highlight=False),
+    )
+
+
+@app.command()
+def build() -> None:
+    """Build the images here and use them from the next `up` on."""
+    _images("build", images.build)
+
+
+@app.command()
+def pull() -> None:
+    """Pull the images by the digests of versions.lock and use them from the next `up` on."""
+    _images("pull", images.pull)
+
+
+def _images(source: str, get: Callable[[settings.Settings, Steps], images.ImageSet]) -> None:
+    steps = Steps()
+    found = get(up.prepare(_root(), steps), steps)
+    envfile.set_value(_root(), "KV_IMAGE_SOURCE", source)
+    Console(highlight=False).print(f"{found.vllm}\n{found.proxy}", soft_wrap=True)
+
+
+@lock_app.command("update")
+def lock_update() -> None:
+    """Ask the registries for digests that are still `unresolved`. Never invents one."""
+    for line in lock.update(_root()):
+        typer.echo(line)
+
+
+def main() -> int:
+    """Run the command line; a refusal becomes found / needed / to fix on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)  # click hands back the code of a typer.Exit
+    except KvError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return error.exit_code
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        # click's usage errors know how to show themselves; anything else is a bug and keeps its trace.
+        show = getattr(error, "show", None)
+        if show is None:
+            raise
+        show()
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

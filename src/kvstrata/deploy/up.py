@@ -1,0 +1,170 @@
+"""`up` and `rollback`: the steps from nothing to a running stack, in order, each one line.
+
+First what only looks (settings, preflight), then what changes the machine. Nothing is started before preflight passes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvstrata.deploy import demo_model, engine, envfile, identity, images, layers, model, plan, preflight, settings
+from kvstrata.deploy.compose import Compose
+from kvstrata.deploy.device import detect
+from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.images import ImageSet
+from kvstrata.deploy.model import ModelInfo
+from kvstrata.deploy.plan import Plan
+from kvstrata.deploy.settings import Settings
+from kvstrata.deploy.steps import Steps
+
+__all__ = ["make_plan", "prepare", "rollback", "up"]
+
+_PROVED = "proved.json"
+
+
+def prepare(root: Path, steps: Steps) -> Settings:
+    """Engine, .env, secrets and device: what every verb that touches docker needs. Returns the settings after it."""
+    current = settings.load(root)  # a bad .env is refused before anything is installed
+    found = engine.ensure(current.install_engine, steps)
+    with steps.step("Settings") as step:
+        created = envfile.ensure(root)
+        filled = []
+        if not settings.load(root).device:
+            device = detect()
+            filled = envfile.set_blank(root, {"KV_DEVICE": device.name})
+            step.say(f"device: {device.name} ({device.why})")
+        current = settings.load(root)
+        secrets = envfile.ensure_secrets(current)
+        what = [".env created"] if created else []
+        what += [f"{key} decided" for key in filled] + [f"secret {path.name} made" for path in secrets]
+        step.done(f"{', '.join(what) or 'unchanged'}; device {current.device}")
+    for warning in found.warnings:
+        steps.console.print(f"   warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+    return current
+
+
+def make_plan(root: Path) -> Plan:
+    """The plan for the current settings, without changing anything (`kvstrata plan`)."""
+    current = settings.load(root)
+    chosen = model.resolve(current, root)
+    return plan.make(current, chosen, current.device or detect().name, plan.Host.read())
+
+
+def up(root: Path, steps: Steps, *, proof: bool = True) -> int:
+    """Bring the stack up and prove it; returns the exit code. See the module and README for the steps."""
+    current = prepare(root, steps)
+    chosen, made, image_set, digest = _ready(root, current, steps)
+    return _start(root, current, chosen, made, image_set, digest, steps, proof=proof)
+
+
+def rollback(root: Path, steps: Steps) -> int:
+    """Plain vLLM with its own arguments: the same files less the cache's. Nothing on disk is touched."""
+    current = prepare(root, steps)
+    chosen, made, image_set, digest = _ready(root, current, steps, persist=False)
+    _write_managed(root, current, chosen, made, image_set, digest, persist=False)
+    _compose_up(root, steps)
+    steps.console.print("\nplain vLLM runs; the cache on disk is untouched. `make up` uses it again.", highlight=False)
+    return 0
+
+
+def _ready(
+    root: Path, current: Settings, steps: Steps, *, persist: bool | None = None
+) -> tuple[ModelInfo, Plan, ImageSet, str]:
+    layers.resolve(current)  # an unknown layer is refused before anything is built
+    chosen = model.resolve(current, root, must_exist=False)
+    if not chosen.is_demo:
+        chosen = model.resolve(current, root)
+    ours = Compose(root, current).running_ports()
+    with steps.step("Preflight") as step:
+        preflight.early(current, chosen, ours, step.say)
+        step.done("ports, disk, memory and settings are as needed")
+    image_set = images.ensure(current, steps)
+    if chosen.is_demo:
+        demo_model.ensure(current, chosen, image_set.vllm, steps)
+        chosen = model.resolve(current, root)
+    with steps.step("Model") as step:
+        cache = current.state_dir / "identity.json"
+        found = identity.compute(chosen.path, cache, lambda done, total: step.note(f"{done * 100 // max(total, 1)} %"))
+        made = plan.make(current, chosen, current.device, plan.Host.read())
+        preflight.run(current, chosen, made, ours, step.say)
+        step.done(f"{chosen.name}, identity {found.digest[:12]}, {made.summary()}")
+    return chosen, made, image_set, found.digest
+
+
+def _write_managed(
+    root: Path, current: Settings, chosen: ModelInfo, made: Plan, image_set: ImageSet, digest: str, *, persist: bool
+) -> bool:
+    files = layers.resolve(current) if persist else layers.plain(current)
+    values: Mapping[str, str] = {
+        "COMPOSE_FILE": layers.compose_file(root, files),
+        "KV_PULL_POLICY": image_set.pull_policy,
+        "KV_IMAGE_VLLM": image_set.vllm,
+        "KV_IMAGE_LMCACHE": image_set.lmcache,
+        "KV_IMAGE_PROXY": image_set.proxy,
+        "KV_MODEL_NAME": chosen.name,
+        "KV_MODEL_PATH": str(chosen.path),
+        "KV_IDENTITY": digest,
+        **made.env(),
+        "KV_CACHE_PATH": str(current.cache_dir),
+        "KV_SECRETS_PATH": str(current.secrets_dir),
+        "KV_STATE_PATH": str(current.state_dir),
+    }
+    return envfile.write_managed(root, values)
+
+
+def _compose_up(root: Path, steps: Steps) -> None:
+    current = settings.load(root)
+    compose = Compose(root, current)
+    with steps.step("Start") as step:
+        step.say(f"$ {compose.command_line(current.wait_timeout)}")
+        compose.up(current.wait_timeout, on_note=step.note)
+        step.done(", ".join(f"{s.service} {s.health or s.state}" for s in compose.ps()))
+
+
+def _start(
+    root: Path, current: Settings, chosen: ModelInfo, made: Plan, image_set: ImageSet, digest: str, steps: Steps, *,
+    proof: bool,
+) -> int:  # fmt: skip
+    _write_managed(root, current, chosen, made, image_set, digest, persist=current.persist)
+    _compose_up(root, steps)
+    code = 0
+    if current.persist and proof:
+        code = _prove(root, steps)
+    _closing_lines(steps, current, chosen)
+    return code
+
+
+def _prove(root: Path, steps: Steps) -> int:
+    """The whole proof once for a data folder, `--live` from then on: nobody's server is killed by an `up`."""
+    from kvstrata.proof import verify
+
+    current = settings.load(root)
+    stamp = current.state_dir / _PROVED
+    live = stamp.exists()
+    with steps.step("Proof, live" if live else "Proof") as step:
+        report = verify.run(current, root, live=live, before=lambda phase: step.note(phase))
+        step.done("passed" if report.passed else "FAILED")
+    report.render(steps.console)
+    if report.passed and not live:
+        stamp.write_text(json.dumps({"first_proof": report.started_at}) + "\n")
+    return 0 if report.passed else 1
+
+
+def _closing_lines(steps: Steps, current: Settings, chosen: ModelInfo) -> None:
+    url = f"http://127.0.0.1:{current.port}/v1"
+    body = json.dumps({"model": chosen.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    lines = (
+        f"\nask:   curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "look:  make status, make logs",
+        "undo:  make rollback (plain vLLM), make down (stop; data stays)",
+    )
+    for line in lines:
+        steps.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def refuse_without_env(root: Path) -> None:
+    """For verbs that need a stack: say so instead of an empty answer."""
+    if not (root / ".env").is_file():
+        raise KvError("no .env: nothing was started here yet", "a stack", "make up")
