@@ -158,7 +158,7 @@ def _write_weights(gguf: Gguf, path: Path) -> None:
         offset += size
     head = json.dumps(header, separators=(",", ":")).encode("utf-8")
     head += b" " * (-len(head) % 8)
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         file.write(struct.pack("<Q", len(head)) + head)
         for source, _, heads in entries:
             values = gguf.tensor(source)

@@ -11,12 +11,14 @@ that later starts read only `stat`. ctime and inode are in that key because a co
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ Progress = Callable[[int, int], None]
 _DIGEST_FORMAT = "kvstrata-model-identity-v1"
 _CACHE_FORMAT = 1
 _READ_SIZE = 4 << 20
+#: A file changed this recently may change again within the same tick of its file system's clock, unseen by `stat`.
+_SETTLED_NS = 1_000_000_000
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".index.json")
 _TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".jinja", ".py")
@@ -72,7 +76,7 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`digest` (64 hex digits) names the whole; `hashed_bytes` says how much had to be read (0 = all from the cache)."""
+    """`digest` (64 hex digits) names the whole; `hashed_bytes` had to be read (0 = all known from the cache)."""
 
     digest: str
     files: tuple[FileDigest, ...]
@@ -100,8 +104,9 @@ def compute(model_path: Path, cache_file: Path | None = None, progress: Progress
     if not names:
         raise FileNotFoundError(f"{model_path}: no weights, config.json or tokenizer in this folder")
     known = _load_cache(cache_file)
-    stats = [os.stat(path) for path in names]
+    stats = [path.stat() for path in names]
     keys = [_stat_key(stat) for stat in stats]
+    started = time.time_ns()
     todo = [index for index, key in enumerate(keys) if key not in known]
     total = sum(stats[index].st_size for index in todo)
     meter = _Meter(total, progress)
@@ -119,7 +124,8 @@ def compute(model_path: Path, cache_file: Path | None = None, progress: Progress
     )
     if cache_file is not None and fresh:
         # Only what this folder has now is kept: a model that was replaced leaves nothing behind.
-        _save_cache(cache_file, {key: known.get(key) or fresh[key] for key in keys})
+        settled = [key for key, stat in zip(keys, stats, strict=True) if stat.st_ctime_ns + _SETTLED_NS < started]
+        _save_cache(cache_file, {key: known.get(key) or fresh[key] for key in settled})
     return Identity(_combine(files), files, total)
 
 
@@ -152,7 +158,7 @@ def _combine(files: tuple[FileDigest, ...]) -> str:
 def _hash_file(path: Path, key: str, meter: _Meter) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_READ_SIZE))
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             meter.add(count)
@@ -194,23 +200,18 @@ def _is_sha256(text: str) -> bool:
 def _save_cache(cache_file: Path, known: dict[str, str]) -> None:
     """Whole or not at all; 0644 because the container that reads it may run under another user id."""
     body = json.dumps({"format": _CACHE_FORMAT, "sha256": known}, indent=0, sort_keys=True)
-    temporary = ""
+    temporary: Path | None = None
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".identity-", dir=cache_file.parent)
+        handle, name = tempfile.mkstemp(prefix=".identity-", dir=cache_file.parent)
+        temporary = Path(name)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(body)
             os.fchmod(file.fileno(), 0o644)
-        os.replace(temporary, cache_file)
+        temporary.replace(cache_file)
     except OSError as error:
         # A read-only state folder is normal in the container; the next start hashes again, nothing else is lost.
         print(f"identity: hash cache {cache_file} not written ({error.strerror})", file=sys.stderr)
         if temporary:
-            _unlink_quietly(temporary)
-
-
-def _unlink_quietly(name: str) -> None:
-    try:
-        os.unlink(name)
-    except OSError:
-        pass
+            with contextlib.suppress(OSError):
+                temporary.unlink()

@@ -105,7 +105,7 @@ def _weight_file(file: Path) -> list[Problem]:
 
 def _is_pointer(file: Path) -> bool:
     try:
-        with open(file, "rb") as handle:
+        with file.open("rb") as handle:
             return handle.read(len(_LFS)) == _LFS
     except OSError:
         return False
@@ -115,7 +115,7 @@ def _safetensors(file: Path, size: int) -> list[Problem]:
     """The header says where the last tensor ends: a shorter file was cut off, a longer one is something else."""
     need = "a whole safetensors file"
     try:
-        with open(file, "rb") as handle:
+        with file.open("rb") as handle:
             start = handle.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= min(_MAX_HEADER, size - 8):

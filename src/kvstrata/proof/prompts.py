@@ -25,15 +25,15 @@ CountTokens = Callable[[str], int]
 """Tokens of a text as the server counts a /v1/completions prompt: vLLM's own POST /tokenize, see `tokenize_payload`."""
 
 QUESTION = (
-    "Question: What do the keepers do, in order, when fog comes in at the Skarven Light? "
-    "Answer with the steps of the handbook.\nAnswer: First,"
+    "Question: In the winter of the great ice the clockwork of the Skarven Light stood still. Who turned the lens by "
+    "hand, how did they do it, and which ship did they save?\nAnswer:"
 )
 _NONCE = re.compile(r"[0-9a-z]{8,12}")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens` is what the server counted; `cached` = floor(tokens / C) * C is what a warm request finds in every tier."""
+    """`tokens`: as the server counted; `cached` = floor(tokens / C) * C: what a warm request finds in every tier."""
 
     text: str
     tokens: int
@@ -52,7 +52,7 @@ def handbook() -> str:
 
 
 def tokenize_payload(model: str, text: str) -> dict[str, object]:
-    """Body of POST /tokenize that counts `text` exactly as /v1/completions does (special tokens added, no chat template)."""
+    """Body of POST /tokenize that counts `text` as /v1/completions does: special tokens added, no chat template."""
     return {"model": model, "prompt": text, "add_special_tokens": True}
 
 
@@ -90,16 +90,18 @@ def build(
     if chunk_size % block_size:
         raise ValueError(f"chunk_size {chunk_size} is not a multiple of block_size {block_size}")
     want = _aim(target, chunk_size, block_size)
-    words = _body(_enough(count, want))
+    body, tail = _parts(_copies(count, want))
+    if count(_assemble(nonce, [], tail)) > want:
+        body, tail = [*body, tail], ""
     # The most words whose prompt has at most `want` tokens: token counts grow with the words, so halving finds it.
-    low, high = 0, len(words)
+    low, high = 0, len(body)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if count(_assemble(nonce, words[:middle])) <= want else (low, middle - 1)
+        low, high = (middle, high) if count(_assemble(nonce, body[:middle], tail)) <= want else (low, middle - 1)
     for kept in range(low, max(low - 64, -1), -1):
-        text = _assemble(nonce, words[:kept])
+        text = _assemble(nonce, body[:kept], tail)
         tokens = count(text)
-        if tokens >= chunk_size and 1 <= tokens % chunk_size <= block_size:
+        if chunk_size <= tokens <= target and 1 <= tokens % chunk_size <= block_size:
             return Prompt(text, tokens, chunk_size, block_size, nonce)
     raise ValueError(f"no prompt of at most {target} tokens with 1 <= n mod {chunk_size} <= {block_size}")
 
@@ -117,18 +119,22 @@ def _aim(target: int, chunk_size: int, block_size: int) -> int:
     return (target - remainder) // chunk_size * chunk_size + remainder
 
 
-def _enough(count: CountTokens, want: int) -> int:
+def _copies(count: CountTokens, want: int) -> int:
     """How many copies of the handbook hold more than `want` tokens."""
     return want // max(1, count(handbook())) + 1
 
 
-def _body(copies: int) -> list[str]:
-    """Words, each with the white space before it, so that joining them gives the text back."""
-    parts = [handbook().rstrip()]
-    # A prompt longer than the handbook gets further years of it: not the same token blocks again.
-    parts += [f"\n\nTHE SKARVEN LIGHT, volume {number}\n{parts[0]}" for number in range(2, copies + 1)]
-    return re.findall(r"\s*\S+", "".join(parts))
+def _parts(copies: int) -> tuple[list[str], str]:
+    """(words of the body, each with the white space before it; the last chapter, which the question is about).
+
+    The body gives way when a prompt is trimmed; the chapter stays next to the question, where a small model still
+    finds the answer.
+    """
+    book, mark, chapter = handbook().rstrip().rpartition("\n\n12. ")
+    # A prompt longer than the handbook gets further volumes of it: not the same token blocks again.
+    volumes = [book] + [f"\n\nTHE SKARVEN LIGHT, volume {number}\n{book}" for number in range(2, copies + 2)]
+    return re.findall(r"\s*\S+", "".join(volumes)), mark + chapter
 
 
-def _assemble(nonce: str, words: list[str]) -> str:
-    return f"{nonce}\n{''.join(words)}\n\n{QUESTION}"
+def _assemble(nonce: str, words: list[str], tail: str) -> str:
+    return f"{nonce}\n{''.join(words)}{tail}\n\n{QUESTION}"

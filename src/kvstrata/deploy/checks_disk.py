@@ -1,0 +1,171 @@
+"""Checks of folders and disks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata.deploy.finding import Finding
+from kvstrata.deploy.host import GIB, existing_parent
+from kvstrata.deploy.model import ModelInfo
+from kvstrata.deploy.settings import Settings
+
+__all__ = ["Need", "disk_findings", "folder_findings", "space_findings"]
+
+#: Images are about 7 GiB unpacked on a CPU and 25 on a GPU; a build holds its layers twice for a moment.
+_IMAGES = {"cpu": 16 * GIB, "nvidia": 40 * GIB, "gb10": 40 * GIB}
+_PRUNE = "docker system df shows what can go; or move the engine's data-root"
+_LARGER = "set KV_CACHE_DIR in .env to a larger disk"
+_ENGINE_RUNNING = 2 * GIB
+_CACHE_LEAST = 4 * GIB
+#: Wheel, its GGUF and the folder made of it: 93 + 98 + 271 MB.
+_DEMO_MODEL = GIB
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs", "fuse.glusterfs", "lustre"}
+
+
+@dataclass(frozen=True)
+class Need:
+    """`size` bytes free where `path` is (or will be), `what` for."""
+
+    what: str
+    path: Path
+    size: int
+    fix: str
+
+
+def disk_findings(settings: Settings, model: ModelInfo, docker_root: str | None, *, started: bool) -> list[Finding]:
+    """Free space for the engine's folder, the cache and a demo model. `started`: the images are there already."""
+    needs = []
+    if docker_root and Path(docker_root).is_dir():
+        size = _ENGINE_RUNNING if started else _IMAGES.get(settings.device, _IMAGES["cpu"])
+        needs.append(Need("images and containers", Path(docker_root), size, _PRUNE))
+    if settings.persist:
+        needs.append(Need("the KV cache", settings.cache_dir, _CACHE_LEAST, _LARGER))
+    if model.is_demo and not model.path.exists():
+        needs.append(Need("the demo model", model.path, _DEMO_MODEL, "set KV_DATA_DIR or MODEL_DIR in .env"))
+    return space_findings(needs)
+
+
+def space_findings(needs: list[Need]) -> list[Finding]:
+    """Needs on one device are added up before they are compared with what is free there."""
+    by_device: dict[int, list[Need]] = {}
+    for need in needs:
+        by_device.setdefault(existing_parent(need.path).stat().st_dev, []).append(need)
+    result = []
+    for group in by_device.values():
+        stat = os.statvfs(existing_parent(group[0].path))
+        free, wanted = stat.f_bavail * stat.f_frsize, sum(need.size for need in group)
+        if free >= wanted:
+            continue
+        places = ", ".join(dict.fromkeys(str(need.path) for need in group))
+        parts = " + ".join(f"{need.size / GIB:g} for {need.what}" for need in group)
+        result.append(
+            Finding(
+                "disk", "error", f"{free / GIB:.1f} GiB free on the disk of {places}",
+                f"{wanted / GIB:g} GiB: {parts}", "; or ".join(dict.fromkeys(need.fix for need in group)),
+            )
+        )  # fmt: skip
+    return result
+
+
+def folder_findings(settings: Settings, model: ModelInfo) -> list[Finding]:
+    """Folders that the services or the CLI cannot write, or cannot read, and file systems that do not suit a cache."""
+    result = []
+    folders = {"KV_DATA_DIR": settings.data_dir, "KV_CACHE_DIR": settings.cache_dir}
+    for knob, folder in folders.items():
+        if problem := _not_writable(folder):
+            fix = f"chown it, or set {knob} in .env to another"
+            result.append(Finding("folder", "error", f"{knob}: {problem}", "a folder that you can write", fix))
+    if settings.persist:
+        result += _owner(settings) + _file_system(settings.cache_dir)
+    result += _readable(settings, model)
+    return result
+
+
+def _not_writable(folder: Path) -> str:
+    if folder.exists() and not folder.is_dir():
+        return f"{folder} is a file"
+    place = existing_parent(folder)
+    if not place.is_dir():
+        return f"{place} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return ""
+    except OSError as error:
+        return f"{place} cannot be written ({error.strerror})"
+
+
+def _owner(settings: Settings) -> list[Finding]:
+    """An existing cache folder belongs to the user id that the services run under: it is 0700."""
+    folder = settings.cache_dir
+    if settings.uid is None or not folder.is_dir():
+        return []
+    owner = folder.stat().st_uid
+    if owner == settings.uid or settings.uid == 0:
+        return []
+    return [
+        Finding(
+            "folder", "error", f"{folder} belongs to uid {owner}",
+            f"uid {settings.uid} (KV_UID): the services write there",
+            f"sudo chown -R {settings.uid}:{settings.gid} {folder}, or set KV_UID={owner} in .env",
+        )
+    ]  # fmt: skip
+
+
+def _readable(settings: Settings, model: ModelInfo) -> list[Finding]:
+    """The model is read by KV_UID inside the container; the CLI, often root, may see more than that."""
+    if settings.uid in (None, 0) or not model.path.is_dir():
+        return []
+    closed = [path for path in (model.path, *sorted(model.path.iterdir())) if not _can_read(path, settings)]
+    if not closed:
+        return []
+    more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
+    return [
+        Finding(
+            "model", "error", f"{closed[0]}{more} cannot be read by uid {settings.uid}",
+            f"readable for KV_UID={settings.uid}", f"chmod -R a+rX {model.path}",
+        )
+    ]  # fmt: skip
+
+
+def _can_read(path: Path, settings: Settings) -> bool:
+    try:
+        stat = path.stat()
+    except OSError:
+        return True  # a broken link: the model's own check says so
+    shift = 6 if stat.st_uid == settings.uid else 3 if stat.st_gid == settings.gid else 0
+    wanted = 0o5 if path.is_dir() else 0o4
+    return (stat.st_mode >> shift) & wanted == wanted
+
+
+def _file_system(folder: Path) -> list[Finding]:
+    kind = file_system(existing_parent(folder))
+    if kind in _NETWORK:
+        why = "a network file system: a hang there makes every request wait"
+    elif kind == "overlay":
+        why = "a container's own layer: it is slow and goes away with the container"
+    elif kind in ("tmpfs", "ramfs"):
+        why = "memory: the cache does not survive a reboot and takes the memory that L1 wants"
+    else:
+        return []
+    return [
+        Finding("file system", "warning", f"KV_CACHE_DIR={folder} is on {kind}, {why}", "a local disk (ext4, xfs)",
+                "set KV_CACHE_DIR in .env to a folder on a local NVMe disk")
+    ]  # fmt: skip
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Type of the file system that holds `path` ("" when /proc does not tell)."""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in reversed(lines):
+        head, _, tail = line.partition(" - ")
+        if tail and head.split()[2] == wanted:
+            return tail.split()[0]
+    return ""

@@ -1,0 +1,174 @@
+"""Everything that can be known to fail before anything is started, all of it at once.
+
+Each finding says what was found, what is needed and how to fix it. Errors are raised together as one KvError (exit code
+2); warnings are only said. Nothing here changes anything, apart from one temporary file in each folder that must be
+writable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable
+
+from kvstrata.deploy import model_files
+from kvstrata.deploy.checks_disk import disk_findings, folder_findings
+from kvstrata.deploy.checks_net import port_findings, proxy_findings
+from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.finding import Finding
+from kvstrata.deploy.host import GIB, Host
+from kvstrata.deploy.memory import RESERVE
+from kvstrata.deploy.model import ModelInfo
+from kvstrata.deploy.plan import Plan
+from kvstrata.deploy.settings import Settings
+from kvstrata.deploy.shell import run as run_command
+
+__all__ = ["Finding", "check_all", "early", "run"]
+
+Say = Callable[[str], None]
+#: Minimum for anything at all: vLLM and lmcache on their own, and the smallest KV space and L1.
+_LEAST_RAM = 8 * GIB
+_PATCHED_ENGINE = (28, 3, 3)
+
+
+def early(settings: Settings, model: ModelInfo, ours: Collection[int], say: Say) -> list[Finding]:
+    """What can be said before images and a demo model are there: ports, folders, disk, proxies, engine, least memory.
+
+    `ours`: host ports that this project's own running containers hold. Warnings go to `say`, line by line.
+    """
+    return _report(check_all(settings, model, None, ours, Host.read()), say)
+
+
+def run(settings: Settings, model: ModelInfo, plan: Plan, ours: Collection[int], say: Say) -> list[Finding]:
+    """All checks, with the plan's sizes and the model's files. Warnings were said by `early` already."""
+    findings = check_all(settings, model, plan, ours, Host.read())
+    _report([finding for finding in findings if finding.level == "error"], say)
+    return findings
+
+
+def check_all(
+    settings: Settings, model: ModelInfo, plan: Plan | None, ours: Collection[int], host: Host
+) -> list[Finding]:
+    """The findings themselves; raises nothing for what it finds."""
+    return [
+        *port_findings(settings, ours),
+        *folder_findings(settings, model),
+        *disk_findings(settings, model, _docker_root(), started=bool(ours)),
+        *_memory(settings, plan, host, started=bool(ours)),
+        *_model(model),
+        *_sane(settings),
+        *proxy_findings(),
+        *_engine(),
+    ]
+
+
+def _report(findings: Iterable[Finding], say: Say) -> list[Finding]:
+    listed = list(findings)
+    errors = [finding for finding in listed if finding.level == "error"]
+    for finding in listed:
+        if finding.level == "warning":
+            say(f"warning: {finding.found}; {finding.fix}")
+    if len(errors) == 1:
+        raise KvError(errors[0].found, errors[0].needed, errors[0].fix)
+    if errors:
+        raise KvError(
+            *(
+                "\n          ".join(f"({number}) {getattr(error, part)}" for number, error in enumerate(errors, 1))
+                for part in ("found", "needed", "fix")
+            )
+        )
+    return listed
+
+
+def _memory(settings: Settings, plan: Plan | None, host: Host, *, started: bool) -> list[Finding]:
+    fix = "lower KV_VLLM_KV_GB or KV_L1_GB in .env, serve a smaller model, or add memory"
+    total = host.mem_total / GIB
+    if plan is None:
+        if host.mem_total >= _LEAST_RAM * 9 // 10:
+            return []
+        return [Finding("memory", "error", f"{total:.1f} GiB of memory", f"{_LEAST_RAM / GIB:g} GiB", "add memory")]
+    vllm, lmcache = plan.vllm_mem, plan.lmcache_mem if settings.persist else 0
+    need = vllm + lmcache + RESERVE
+    parts = f"vllm {vllm / GIB:.1f} + lmcache {lmcache / GIB:.1f} + {RESERVE / GIB:g} for the system"
+    if need > host.mem_total:
+        return [Finding("memory", "error", f"{total:.1f} GiB of memory", f"{need / GIB:.1f} GiB: {parts}", fix)]
+    # While our own containers run they hold what this check would ask for.
+    if not started and vllm + lmcache > host.mem_available:
+        return [
+            Finding(
+                "memory free",
+                "error",
+                f"{host.mem_available / GIB:.1f} GiB of {total:.1f} GiB memory are free",
+                f"{(vllm + lmcache) / GIB:.1f} GiB: vllm {vllm / GIB:.1f} + lmcache {lmcache / GIB:.1f}",
+                f"stop other programs, or {fix}",
+            )
+        ]
+    return []
+
+
+def _model(model: ModelInfo) -> list[Finding]:
+    if model.is_demo and not model.path.exists():
+        return []  # made by the next step
+    fix = "copy the model again, or set MODEL_DIR"
+    if model.is_demo:
+        fix = f"rm -r {model.path}; the next `make up` makes it again"
+    return [Finding("model", "error", found, needed, fix) for found, needed in model_files.problems(model.path)]
+
+
+def _sane(settings: Settings) -> list[Finding]:
+    result = []
+    if settings.heartbeat > settings.mq_timeout:
+        # A ping waits as long as its interval (lmcache 0.5.3 vllm_multi_process_adapter.py:443).
+        result.append(
+            Finding(
+                "settings", "warning",
+                f"KV_HEARTBEAT={settings.heartbeat:g} is longer than KV_MQ_TIMEOUT={settings.mq_timeout:g}",
+                "KV_HEARTBEAT <= KV_MQ_TIMEOUT",
+                "a dead lmcache is seen by a request before the heartbeat sees it: lower KV_HEARTBEAT in .env",
+            )
+        )  # fmt: skip
+    if settings.image_source == "pull" and not settings.registry:
+        result.append(
+            Finding(
+                "settings", "error", "KV_IMAGE_SOURCE=pull and no KV_REGISTRY", "the registry to pull from",
+                "set KV_REGISTRY=<host>/<path> in .env, or KV_IMAGE_SOURCE=build",
+            )
+        )  # fmt: skip
+    return result
+
+
+def _docker_root() -> str | None:
+    """Folder where the engine keeps images and containers; None when it is not on this machine or gives no answer."""
+    try:
+        done = run_command(["docker", "info", "--format", "{{json .DockerRootDir}}"], check=False, timeout=30)
+        answer = json.loads(done.stdout) if done.returncode == 0 else None
+    except (KvError, ValueError):
+        return None
+    return answer if isinstance(answer, str) and answer else None
+
+
+def _engine() -> list[Finding]:
+    try:
+        done = run_command(["docker", "version", "--format", "{{.Server.Version}}"], check=False, timeout=30)
+    except KvError:
+        return []  # engine.ensure says it better
+    version = parse_version(done.stdout)
+    if done.returncode != 0 or not version or version >= _PATCHED_ENGINE:
+        return []
+    return [
+        Finding(
+            "engine", "warning", f"Docker Engine {done.stdout.strip()}", "28.3.3 or later",
+            "before it, ports on 127.0.0.1 can answer neighbours in the same network segment (CVE-2025-54388): "
+            "upgrade, or block the ports in the firewall",
+        )
+    ]  # fmt: skip
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """26.1.5+dfsg1 -> (26, 1, 5); () when it does not begin with numbers."""
+    numbers = []
+    for part in text.strip().split(".")[:3]:
+        digits = "".join(char for char in part.partition("-")[0].partition("+")[0] if char.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
