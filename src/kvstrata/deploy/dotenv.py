@@ -80,7 +80,9 @@ def _value(raw: str, at: str, names: Mapping[str, str]) -> str:
             raise KvError(f"{at}: quotes that do not match", "one quoted value on one line", "mend the quotes")
         body = raw[1:end]
         return body if raw[0] == "'" else _double(body, at, names)
-    plain = re.split(r"(?:^|\s)#", raw, maxsplit=1)[0].rstrip()
+    if raw.startswith("#"):  # compose takes the comment for the value: a blank knob would silently be "# …"
+        raise KvError(f"{at}: a comment right after =", "the comment on a line of its own", "move or delete the comment")
+    plain = re.split(r"\s#", raw, maxsplit=1)[0].rstrip()
     return _expand(plain, at, names)
 
 
