@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from kvstrata.deploy import demo_model, engine, envfile, identity, images, layers, model, plan, preflight, settings
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.device import detect
-from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.images import ImageSet
 from kvstrata.deploy.model import ModelInfo
 from kvstrata.deploy.plan import Plan
@@ -55,23 +55,25 @@ def make_plan(root: Path) -> Plan:
 def up(root: Path, steps: Steps, *, proof: bool = True) -> int:
     """Bring the stack up and prove it; returns the exit code. See the module and README for the steps."""
     current = prepare(root, steps)
-    chosen, made, image_set, digest = _ready(root, current, steps)
-    return _start(root, current, chosen, made, image_set, digest, steps, proof=proof)
+    ready = _ready(root, current, steps)
+    _write_managed(root, current, *ready)
+    _compose_up(root, steps)
+    code = _prove(root, steps) if current.persist and proof else 0
+    _closing_lines(steps, current, ready[0])
+    return code
 
 
 def rollback(root: Path, steps: Steps) -> int:
     """Plain vLLM with its own arguments: the same files less the cache's. Nothing on disk is touched."""
-    current = prepare(root, steps)
-    chosen, made, image_set, digest = _ready(root, current, steps, persist=False)
-    _write_managed(root, current, chosen, made, image_set, digest, persist=False)
+    current = replace(prepare(root, steps), persist=False)
+    _write_managed(root, current, *_ready(root, current, steps))
     _compose_up(root, steps)
     steps.console.print("\nplain vLLM runs; the cache on disk is untouched. `make up` uses it again.", highlight=False)
     return 0
 
 
-def _ready(
-    root: Path, current: Settings, steps: Steps, *, persist: bool | None = None
-) -> tuple[ModelInfo, Plan, ImageSet, str]:
+def _ready(root: Path, current: Settings, steps: Steps) -> tuple[ModelInfo, Plan, ImageSet, str]:
+    """Everything that has to be there before a container starts: images, model, plan, the model's identity."""
     layers.resolve(current)  # an unknown layer is refused before anything is built
     chosen = model.resolve(current, root, must_exist=False)
     if not chosen.is_demo:
@@ -94,9 +96,9 @@ def _ready(
 
 
 def _write_managed(
-    root: Path, current: Settings, chosen: ModelInfo, made: Plan, image_set: ImageSet, digest: str, *, persist: bool
+    root: Path, current: Settings, chosen: ModelInfo, made: Plan, image_set: ImageSet, digest: str
 ) -> bool:
-    files = layers.resolve(current) if persist else layers.plain(current)
+    files = layers.resolve(current)
     values: Mapping[str, str] = {
         "COMPOSE_FILE": layers.compose_file(root, files),
         "KV_PULL_POLICY": image_set.pull_policy,
@@ -121,19 +123,6 @@ def _compose_up(root: Path, steps: Steps) -> None:
         step.say(f"$ {compose.command_line(current.wait_timeout)}")
         compose.up(current.wait_timeout, on_note=step.note)
         step.done(", ".join(f"{s.service} {s.health or s.state}" for s in compose.ps()))
-
-
-def _start(
-    root: Path, current: Settings, chosen: ModelInfo, made: Plan, image_set: ImageSet, digest: str, steps: Steps, *,
-    proof: bool,
-) -> int:  # fmt: skip
-    _write_managed(root, current, chosen, made, image_set, digest, persist=current.persist)
-    _compose_up(root, steps)
-    code = 0
-    if current.persist and proof:
-        code = _prove(root, steps)
-    _closing_lines(steps, current, chosen)
-    return code
 
 
 def _prove(root: Path, steps: Steps) -> int:
@@ -162,9 +151,3 @@ def _closing_lines(steps: Steps, current: Settings, chosen: ModelInfo) -> None:
     )
     for line in lines:
         steps.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def refuse_without_env(root: Path) -> None:
-    """For verbs that need a stack: say so instead of an empty answer."""
-    if not (root / ".env").is_file():
-        raise KvError("no .env: nothing was started here yet", "a stack", "make up")

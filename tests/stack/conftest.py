@@ -1,0 +1,51 @@
+"""One stack for all tests of this folder, brought up by `kvstrata up` from a copy of the checkout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.deploy import engine
+from kvstrata.deploy.steps import Steps
+from tests.stack.harness import Stack
+
+_REPORT: dict[str, str] = {}
+
+
+@pytest.fixture(scope="session")
+def docker_engine() -> None:
+    """As `make up` does it: used when it answers, started or installed when not."""
+    engine.ensure(True, Steps())
+
+
+@pytest.fixture(scope="session")
+def up_output() -> dict[str, str]:
+    """What the first `up` of the session printed, under `first`."""
+    return _REPORT
+
+
+@pytest.fixture(scope="session")
+def stack(docker_engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    root = tmp_path_factory.mktemp("stack")
+    (root / "data" / "hook").mkdir(parents=True)
+    (root / "data" / "hook").chmod(0o777)
+    made = Stack(root, f"kvtest{os.getpid()}", KV_LAYERS="nvme,hook", KV_L1_GB="1")
+    try:
+        _REPORT["first"] = made.ok("up")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def hook(stack: Stack) -> Iterator[Path]:
+    """Folder of the guard's test hook, empty before and after."""
+    folder = stack.root / "data" / "hook"
+    for file in folder.iterdir():
+        file.unlink()
+    yield folder
+    for file in folder.iterdir():
+        file.unlink()

@@ -1,0 +1,223 @@
+"""A stack of its own for the tests: a copy of the checkout, another project name, free ports, real everything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import httpx
+
+from kvstrata.proof.prompts import handbook
+
+REPOSITORY = Path(__file__).parents[2]
+CHUNK = 256
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def copy_checkout(target: Path) -> None:
+    """Tracked and new files, without what git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        source, copy = REPOSITORY / name, target / name
+        if source.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copy)
+
+
+def wait_until(check: Callable[[], Any], seconds: float, what: str) -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if value := check():
+                return value
+        except (httpx.HTTPError, OSError, ValueError):
+            pass
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.2)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    text: str
+    seconds: float
+    l0: int
+    lmcache: int
+    prompt_tokens: int
+
+
+class Stack:
+    """One project made from a copy of the checkout."""
+
+    def __init__(self, root: Path, project: str, **knobs: str) -> None:
+        self.root, self.project = root, project
+        port, metrics_port = free_ports(2)
+        copy_checkout(root)
+        shutil.copy(Path(__file__).with_name("hook.yaml"), root / "compose" / "hook.yaml")
+        self.url, self.metrics_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}"
+        self.set(
+            COMPOSE_PROJECT_NAME=project, KV_PORT=str(port), KV_METRICS_PORT=str(metrics_port), **knobs
+        )  # fmt: skip
+        self.client = httpx.Client(timeout=120, trust_env=False)
+
+    # -- settings and verbs --
+
+    def set(self, **knobs: str) -> None:
+        """Edit .env as a user would."""
+        path = self.root / ".env"
+        lines = (path if path.exists() else self.root / ".env.example").read_text().splitlines()
+        for key, value in knobs.items():
+            index = next(i for i, line in enumerate(lines) if line.startswith(f"{key}="))
+            lines[index] = f"{key}={value}"
+        path.write_text("\n".join(lines) + "\n")
+
+    def cli(self, *args: str, timeout: float = 900, **env: str) -> CompletedProcess[str]:
+        full = {k: v for k, v in os.environ.items() if not k.startswith(("COMPOSE_", "KV_"))}
+        full |= {"KVSTRATA_ROOT": str(self.root), "COLUMNS": "160", **env}
+        return subprocess.run(
+            [sys.executable, "-m", "kvstrata.cli", *args], env=full, capture_output=True, text=True, timeout=timeout
+        )
+
+    def ok(self, *args: str, **env: str) -> str:
+        done = self.cli(*args, **env)
+        assert done.returncode == 0, f"kvstrata {' '.join(args)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def docker(self, *args: str, check: bool = True) -> str:
+        return subprocess.run(["docker", *args], capture_output=True, text=True, check=check).stdout
+
+    def compose(self, *args: str) -> str:
+        return subprocess.run(
+            ["docker", "compose", *args], cwd=self.root, capture_output=True, text=True, check=True
+        ).stdout
+
+    def containers(self) -> dict[str, dict[str, Any]]:
+        """`docker inspect` of every running container of the project, by service."""
+        ids = self.docker("ps", "-q", "--filter", f"label=com.docker.compose.project={self.project}").split()
+        found = json.loads(self.docker("inspect", *ids)) if ids else []
+        return {c["Config"]["Labels"]["com.docker.compose.service"]: c for c in found}
+
+    def kill(self, *services: str) -> None:
+        for service in services:
+            self.docker("kill", "-s", "KILL", self.containers()[service]["Id"])
+
+    def start(self, *services: str) -> None:
+        self.compose("up", "-d", "--no-deps", *services)
+
+    # -- requests --
+
+    def model(self) -> str:
+        return str(self.client.get(self.url + "/v1/models").json()["data"][0]["id"])
+
+    def healthy(self) -> bool:
+        return self.client.get(self.url + "/health").status_code == 200
+
+    def guard(self, role: str = "worker") -> dict[str, Any]:
+        text = self.compose("exec", "-T", "vllm", "cat", f"/run/kvstrata/guard-{role}.json")
+        return dict(json.loads(text))
+
+    def cache_healthy(self) -> bool:
+        return bool(self.guard("worker")["healthy"] and self.guard("scheduler")["healthy"])
+
+    def wait_ready(self, seconds: float = 240) -> None:
+        wait_until(self.healthy, seconds, "vLLM healthy")
+        wait_until(self.cache_healthy, 90, "the guard says that the cache is healthy")
+
+    def drop_l0(self) -> None:
+        """vLLM's own prefix cache forgets everything (dev route, on by hook.yaml)."""
+        wait_until(lambda: self.client.post(self.url + "/reset_prefix_cache").status_code == 200, 20, "L0 dropped")
+
+    def ask(self, prompt: str, tokens: int = 16, **fields: Any) -> Answer:
+        body = {
+            "model": fields.pop("model", None) or self.model(), "prompt": prompt, "max_tokens": tokens,
+            "temperature": 0, "seed": 1, "kv_transfer_params": {"cached_token_stats": 1}, **fields,
+        }  # fmt: skip
+        started = time.monotonic()
+        response = self.client.post(self.url + "/v1/completions", json=body)
+        seconds = time.monotonic() - started
+        if response.status_code != 200:
+            return Answer(response.status_code, response.text, seconds, 0, 0, 0)
+        data = response.json()
+        stats = (data.get("kv_transfer_params") or {}).get("cached_token_stats") or {}
+        return Answer(
+            200, data["choices"][0]["text"], seconds, stats.get("num_vllm_cached_tokens", 0),
+            stats.get("num_lmcache_cached_tokens", 0), data["usage"]["prompt_tokens"],
+        )  # fmt: skip
+
+    def ask_all(self, prompts: list[str], tokens: int = 16, workers: int = 16) -> list[Answer]:
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda p: self.ask(p, tokens), prompts))
+
+    def store(self, prompt: str, **fields: Any) -> Answer:
+        """Ask once and wait until the blocks are in LMCache."""
+        answer = self.ask(prompt, **fields)
+        assert answer.status == 200, answer.text
+        self.wait_stored()
+        return answer
+
+    def metric(self, name: str) -> float:
+        text = self.client.get(self.metrics_url + "/metrics").text
+        rows = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+
+    def l2_files(self) -> list[Path]:
+        return sorted(p for p in (self.root / "data" / "cache").rglob("*") if p.is_file())
+
+    def wait_stored(self) -> None:
+        """L2's file list stays the same for a while (stores are asynchronous)."""
+        seen: list[Any] = [None, time.monotonic()]
+
+        def still() -> bool:
+            now = [(p.name, p.stat().st_size) for p in self.l2_files()]
+            if now != seen[0]:
+                seen[:] = [now, time.monotonic()]
+            return time.monotonic() - seen[1] > 1.0
+
+        wait_until(still, 60, "stores done")
+
+    def close(self) -> None:
+        self.client.close()
+        self.cli("down")
+        names = self.docker("volume", "ls", "-q", "--filter", f"label=com.docker.compose.project={self.project}")
+        if names.split():
+            self.docker("volume", "rm", "-f", *names.split(), check=False)
+
+
+def prompt(name: str, words: int = 900) -> str:
+    """A prompt of about 1.4 tokens a word that no other name shares a first block with."""
+    seed = hashlib.sha256(name.encode()).hexdigest()
+    text = handbook().split()
+    start = random.Random(seed).randrange(0, max(1, len(text) - 50))
+    body = (text[start:] + text * 3)[:words]
+    return f"Note {seed[:24]}. " + " ".join(body) + "\nIn short:"
+
+
+def chunks(tokens: int) -> int:
+    """Tokens of a prompt that LMCache can hold."""
+    return tokens // CHUNK * CHUNK

@@ -1,0 +1,170 @@
+"""Any part dies, the answer stays the same, and hits come back by themselves."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.stack.harness import Answer, Stack, chunks, prompt, wait_until
+
+pytestmark = pytest.mark.stack
+
+ROUNDS = int(os.environ.get("KVSTRATA_ROUNDS", "3"))  # `make soak` runs 20
+
+
+def test_vllm_killed_answers_from_ram(stack: Stack) -> None:
+    cold = stack.store(prompt("vllm-killed"))
+    stack.kill("vllm")
+    stack.start("vllm")
+    stack.wait_ready()
+    warm = stack.ask(prompt("vllm-killed"))
+    assert warm.text == cold.text
+    assert warm.lmcache == chunks(cold.prompt_tokens) and warm.l0 == 0
+
+
+def test_lmcache_killed_next_answer_is_right_and_hits_return(stack: Stack) -> None:
+    cold = stack.store(prompt("lmcache-killed"))
+    vllm_before = stack.containers()["vllm"]["State"]["StartedAt"]
+    stack.kill("lmcache")
+    stack.drop_l0()
+    during = stack.ask(prompt("lmcache-killed"))
+    assert during.text == cold.text
+    assert during.seconds < cold.seconds + 10
+    stack.start("lmcache")
+    wait_until(stack.cache_healthy, 90, "vLLM uses the restarted cache server")
+    stack.drop_l0()
+    after = stack.ask(prompt("lmcache-killed"))
+    assert after.text == cold.text and after.lmcache == chunks(cold.prompt_tokens)
+    assert stack.containers()["vllm"]["State"]["StartedAt"] == vllm_before
+
+
+def test_both_killed_answers_from_disk(stack: Stack) -> None:
+    cold = stack.store(prompt("both-killed"))
+    stack.kill("vllm", "lmcache")
+    stack.start("lmcache", "vllm")
+    stack.wait_ready()
+    warm = stack.ask(prompt("both-killed"))
+    assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
+
+
+def test_vllm_starts_and_answers_while_the_cache_server_is_down(stack: Stack) -> None:
+    cold = stack.store(prompt("no-cache-at-start"))
+    stack.kill("vllm", "lmcache")
+    stack.start("vllm")
+    wait_until(stack.healthy, 240, "vLLM healthy without lmcache")
+    assert stack.ask(prompt("no-cache-at-start")).text == cold.text
+    stack.start("lmcache")
+    wait_until(stack.cache_healthy, 90, "the cache server is used when it comes")
+    stack.drop_l0()
+    warm = stack.ask(prompt("no-cache-at-start"))
+    assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
+
+
+@pytest.mark.parametrize("signal", ["KILL", "STOP"])
+@pytest.mark.parametrize("point", ["before_retrieve", "before_store"])
+def test_lmcache_dies_between_two_calls_of_one_request(stack: Stack, hook: Path, point: str, signal: str) -> None:
+    """The hook holds the engine exactly between lookup and retrieve (or before the store) while the server dies."""
+    for number in range(ROUNDS):
+        name = f"{point}-{signal}-{number}"
+        reference = stack.store(prompt(name)) if point == "before_retrieve" else None
+        stack.drop_l0()
+        answer = _answer_while_dying(stack, hook, point, signal, name)
+        assert answer.status == 200 or 500 <= answer.status < 600, answer
+        assert answer.seconds < 30, f"hung for {answer.seconds:.0f} s"
+        assert stack.healthy(), "the engine died"
+        _revive(stack, signal)
+        stack.drop_l0()
+        after = stack.store(prompt(name))
+        assert answer.status != 200 or answer.text == after.text
+        assert reference is None or reference.text == after.text
+        stack.drop_l0()
+        again = stack.ask(prompt(name))
+        assert again.text == after.text and again.lmcache == chunks(again.prompt_tokens)
+
+
+def _answer_while_dying(stack: Stack, hook: Path, point: str, signal: str, name: str) -> Answer:
+    (hook / f"{point}.armed").touch()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(stack.ask, prompt(name))
+        wait_until((hook / f"{point}.reached").exists, 30, f"the request reaches {point}")
+        stack.docker("kill", "-s", signal, stack.containers()["lmcache"]["Id"])
+        if signal == "STOP":  # the signal goes to the container's init; its children have to stop too
+            _signal_all(stack, "STOP")
+        (hook / f"{point}.armed").unlink()
+        (hook / f"{point}.go").touch()
+        answer = future.result()
+    for file in hook.iterdir():
+        file.unlink()
+    return answer
+
+
+def _signal_all(stack: Stack, name: str) -> None:
+    container = stack.containers()["lmcache"]["Id"]
+    pids = stack.docker("top", container, "-eo", "pid").split()[1:]
+    for pid in pids:
+        os.kill(int(pid), 19 if name == "STOP" else 18)
+
+
+def _revive(stack: Stack, signal: str) -> None:
+    if signal == "KILL":
+        stack.start("lmcache")
+    else:
+        _signal_all(stack, "CONT")
+    wait_until(stack.cache_healthy, 120, "the cache server is used again")
+
+
+def test_a_client_that_goes_away_leaves_no_lock(stack: Stack) -> None:
+    import httpx
+
+    stack.store(prompt("gone", 1500))
+    stack.drop_l0()
+    body = {"model": stack.model(), "prompt": prompt("gone", 1500), "max_tokens": 200, "temperature": 0, "stream": True}
+    for delay in (0.02, 0.1, 0.4):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(stack.url + "/v1/completions", json=body, timeout=httpx.Timeout(5, read=delay), trust_env=False)
+    assert stack.healthy()
+
+    def unlocked() -> bool:
+        l1 = stack.client.get(stack.metrics_url + "/status").json()
+        text = str(l1)
+        return "'read_locked_count': 0" in text or "read_locked" not in text
+
+    wait_until(unlocked, 330, "read locks gone within their TTL")
+    assert stack.ask(prompt("gone", 1500)).status == 200
+
+
+def test_sixteen_requests_at_once_with_a_small_l1(stack: Stack) -> None:
+    """The working set is larger than L1 (KV_L1_GB=1), pairs share a prefix: each answer equals the one given alone."""
+    prompts = [prompt(f"crowd-{n // 2}", 2500) + f" Variant {n % 2}." for n in range(16)]
+    alone = [stack.ask(p, 8) for p in prompts]
+    for _ in range(2):
+        stack.drop_l0()
+        together = stack.ask_all(prompts, 8)
+        assert [a.status for a in together] == [200] * 16
+        assert [a.text for a in together] == [a.text for a in alone]
+    assert stack.healthy()
+
+
+def test_the_server_is_not_called_dead_while_it_is_busy(stack: Stack) -> None:
+    """Heartbeats during a storm of stores: the guard must not flip."""
+    flips: list[bool] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            flips.append(stack.cache_healthy())
+            time.sleep(1)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        stack.ask_all([prompt(f"storm-{n}", 1500) for n in range(12)], 2)
+    finally:
+        stop.set()
+        watcher.join()
+    assert flips and all(flips)

@@ -1,0 +1,154 @@
+"""The proof must fail when what it proves is broken: each test breaks one thing on the running stack."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstrata.deploy import settings
+from kvstrata.deploy.errors import KvError
+from kvstrata.proof import verify
+from kvstrata.proof.report import Report
+from tests.stack.harness import Stack, prompt
+
+pytestmark = pytest.mark.stack
+
+
+def prove(stack: Stack, *, live: bool = False, before: Callable[[str], None] | None = None) -> Report:
+    return verify.run(settings.load(stack.root, environ={}), stack.root, live=live, before=before)
+
+
+def at(phase: str, action: Callable[[], None]) -> Callable[[str], None]:
+    return lambda name: action() if name == phase else None
+
+
+def test_an_untouched_stack_passes_live(stack: Stack) -> None:
+    report = prove(stack, live=True)
+    assert report.passed, report.failures
+
+
+def test_verify_removes_its_own_blocks(stack: Stack) -> None:
+    stack.wait_stored()
+    before = {p.name for p in stack.l2_files()}
+    assert prove(stack, live=True).passed
+    stack.wait_stored()
+    assert {p.name for p in stack.l2_files()} == before
+
+
+def test_random_bytes_on_disk_fail_the_phase_that_reads_them(stack: Stack) -> None:
+    """Until the block store checks what it reads, verify is what notices (the fs adapter serves them)."""
+
+    def damage() -> None:
+        for path in stack.l2_files():
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                file.write(os.urandom(size))
+
+    keep = stack.root.parent / "kept-l2"
+    report = None
+    try:
+        shutil.copytree(stack.root / "data" / "cache", keep)
+        report = prove(stack, before=at("restart_both", damage))
+    finally:
+        _replace_cache(stack, keep)
+    assert report is not None and not report.passed
+    assert any("restart_both" in failure for failure in report.failures), report.failures
+
+
+def _replace_cache(stack: Stack, keep: Path) -> None:
+    """Put the undamaged files back, keeping owners, and let both servers forget what they read."""
+    cache = stack.root / "data" / "cache"
+    for path in stack.l2_files():
+        path.unlink()
+        good = keep / path.relative_to(cache)
+        if good.exists():
+            shutil.copy2(good, path)
+            uid, gid = (int(n) for n in stack.containers()["vllm"]["Config"]["User"].split(":"))
+            os.chown(path, uid, gid)
+    shutil.rmtree(keep, ignore_errors=True)
+    stack.kill("vllm", "lmcache")
+    stack.start("lmcache", "vllm")
+    stack.wait_ready()
+
+
+def test_an_emptied_l2_fails_the_phase_that_reads_it(stack: Stack) -> None:
+    def empty() -> None:
+        for path in stack.l2_files():
+            path.unlink()
+
+    report = prove(stack, live=True, before=at("live_l2", empty))
+    assert not report.passed
+    assert any("live_l2" in failure for failure in report.failures), report.failures
+
+
+def test_a_missing_guard_fails(stack: Stack) -> None:
+    """LMCache's own connector in place of ours: text and hits are the same, the guard is what is missing."""
+    launch = stack.root / "compose" / "unguarded.yaml"
+    launch.write_text(
+        "# purpose: test\n# adds: LMCache's own connector\n# needs: lmcache\n# undo: test\n"
+        "services:\n  vllm:\n    entrypoint:\n      - python3\n      - -c\n      - |\n"
+        "        import os, sys\n"
+        "        from kvstrata.launch import vllm as ours\n"
+        "        from kvstrata.launch.config import Paths\n"
+        "        ours.CONNECTOR = {'kv_connector': 'LMCacheMPConnector'}\n"
+        "        argv = ours.build_argv(sys.argv[1:], os.environ, Paths())\n"
+        "        os.execvp('vllm', ['vllm', *argv])\n"
+    )
+    stack.set(KV_LAYERS="nvme,hook,unguarded")
+    try:
+        done = stack.cli("up", "--no-proof")
+        assert done.returncode == 0, done.stderr
+        report = prove(stack, live=True)
+        assert not report.passed
+        assert any("guard" in failure for failure in report.failures), report.failures
+        assert stack.cli("status").returncode == 1
+    finally:
+        stack.set(KV_LAYERS="nvme,hook")
+        launch.unlink()
+        stack.ok("up", "--no-proof")
+        stack.wait_ready()
+
+
+def test_a_removed_connector_fails(stack: Stack) -> None:
+    stack.ok("rollback")
+    try:
+        with pytest.raises(KvError):
+            prove(stack, live=True)
+        assert stack.cli("verify", "--live").returncode != 0
+    finally:
+        stack.ok("up", "--no-proof")
+        stack.wait_ready()
+
+
+def test_another_chunk_size_on_the_server_fails(stack: Stack) -> None:
+    """`.env` says one thing, the running stack another: what runs is not what was set."""
+    stack.set(KV_CHUNK_SIZE="512")
+    try:
+        report = prove(stack, live=True)
+        assert not report.passed
+        assert any("chunk" in failure for failure in report.failures), report.failures
+    finally:
+        stack.set(KV_CHUNK_SIZE="256")
+
+
+def test_verify_refuses_while_others_use_the_server(stack: Stack) -> None:
+    import threading
+
+    done = threading.Event()
+
+    def busy() -> None:
+        while not done.is_set():
+            stack.ask(prompt("busy", 200), 64)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        with pytest.raises(KvError, match="in flight"):
+            prove(stack)
+    finally:
+        done.set()
+        thread.join()
