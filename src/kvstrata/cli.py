@@ -53,7 +53,7 @@ def down() -> None:
 
 @app.command()
 def rollback() -> None:
-    """Back to the plain vLLM: its own arguments, nothing of kvstrata in it. The cache on disk stays; `up` uses it again."""
+    """Back to the plain vLLM: its own arguments, nothing of kvstrata in it. The cache on disk stays."""
     raise typer.Exit(up.rollback(_root(), Steps()))
 
 

@@ -28,7 +28,9 @@ def _loopback(c: Container) -> bool:
 
 def _home(c: Container) -> bool:
     env = dict(item.split("=", 1) for item in c["Config"]["Env"])
-    return bool(env.get("HOME") and env.get("USER")) or c["Path"].endswith("nginx") or "nginx" in c["Config"]["Entrypoint"]
+    return (
+        bool(env.get("HOME") and env.get("USER")) or c["Path"].endswith("nginx") or "nginx" in c["Config"]["Entrypoint"]
+    )
 
 
 def _noexec_tmpfs(c: Container) -> bool:
@@ -46,8 +48,9 @@ RULES: dict[str, Callable[[Container], bool]] = {
     "non_root": _non_root,
     "passwd_or_home": _home,
     "read_only_root": lambda c: bool(c["HostConfig"]["ReadonlyRootfs"]) and _writable_root(c),
-    "no_capabilities": lambda c: c["HostConfig"]["CapDrop"] == ["ALL"]
-    and int(_status(c)["CapEff"], 16) == int(_status(c)["CapBnd"], 16) == 0,
+    "no_capabilities": lambda c: (
+        c["HostConfig"]["CapDrop"] == ["ALL"] and int(_status(c)["CapEff"], 16) == int(_status(c)["CapBnd"], 16) == 0
+    ),
     "no_new_privileges": lambda c: _status(c)["NoNewPrivs"] == "1",
     "not_privileged": lambda c: not c["HostConfig"]["Privileged"] and not c["HostConfig"]["CapAdd"],
     "seccomp": lambda c: _status(c)["Seccomp"] == "2",
@@ -60,10 +63,15 @@ RULES: dict[str, Callable[[Container], bool]] = {
     "loopback_ports": _loopback,
     "noexec_tmpfs": _noexec_tmpfs,
     "no_docker_socket": lambda c: not any("docker.sock" in m["Source"] for m in c["Mounts"]),
-    "no_host_namespaces": lambda c: "host"
-    not in (c["HostConfig"]["NetworkMode"], c["HostConfig"]["IpcMode"], c["HostConfig"]["PidMode"]),
-    "no_secret_in_env": lambda c: not any(
-        word in item.split("=", 1)[0].upper() for item in c["Config"]["Env"] for word in ("TOKEN", "PASSWORD", "SECRET")
+    "no_host_namespaces": lambda c: (
+        "host" not in (c["HostConfig"]["NetworkMode"], c["HostConfig"]["IpcMode"], c["HostConfig"]["PidMode"])
+    ),
+    "no_secret_in_env": lambda c: (
+        not any(
+            word in item.split("=", 1)[0].upper()
+            for item in c["Config"]["Env"]
+            for word in ("TOKEN", "PASSWORD", "SECRET")
+        )
     ),
 }
 

@@ -40,7 +40,15 @@ def test_a_planted_violation_is_caught(stack: Stack) -> None:
         broken = set(findings(json.loads(stack.docker("inspect", made))[0]))
     finally:
         stack.docker("rm", "-f", made)
-    expected = {"non_root", "read_only_root", "no_capabilities", "no_new_privileges", "memory_limit", "restart", "log_cap"}
+    expected = {
+        "non_root",
+        "read_only_root",
+        "no_capabilities",
+        "no_new_privileges",
+        "memory_limit",
+        "restart",
+        "log_cap",
+    }
     assert expected <= broken, f"not caught: {expected - broken}"
     assert set(RULES) > broken  # and a rule that always fails would be no rule
 

@@ -31,7 +31,8 @@ def test_the_four_paths_answer(stack: Stack, path: str) -> None:
     "line",
     [
         "GET /", "GET /env", "GET /run_script", "GET /cache/objects", "GET /config", "GET /threads", "GET /loglevel",
-        "GET /metrics/reset", "GET /metrics/", "GET /env/../run_script", "GET /metrics/../env", "GET /metrics%2f..%2fenv",
+        "GET /metrics/reset", "GET /metrics/", "GET /env/../run_script", "GET /metrics/../env",
+        "GET /metrics%2f..%2fenv",
         "GET /%2e%2e/env", "GET //env", "GET //metrics/../env", "GET /metrics/%2e%2e/env", "GET /metricsx",
         "GET http://lmcache/env", "GET http://x/run_script", "POST /run_script", "POST /cache/clear",
     ],

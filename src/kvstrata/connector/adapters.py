@@ -1,6 +1,6 @@
 """LMCache's scheduler and worker adapters, made to fail as misses.
 
-Fixed here, all in lmcache 0.5.3 `integration/vllm/vllm_multi_process_adapter.py` (facts with line numbers in docs/architecture.md):
+Fixed here, all in lmcache 0.5.3 `integration/vllm/vllm_multi_process_adapter.py` (see docs/architecture.md):
 - the scheduler's heartbeat never starts, so one time-out turns lookups off until vLLM restarts;
 - an absent server keeps vLLM from starting, and one that dies in a store kills the engine (PREPARE_STORE raises);
 - a failed retrieve is reported as a success, and vLLM decodes from blocks that were never filled;
@@ -64,7 +64,7 @@ def _require_chunk_size(found: int, expected: int) -> None:
 
 
 def _pause_at(point: str) -> None:
-    """Test hook, dormant unless the folder variable is set: announce `point` and wait for `<point>.go` (30 s at most)."""
+    """Test hook, dormant unless the folder variable is set: say `<point>.reached`, wait for `<point>.go` (30 s at most)."""
     folder = os.environ.get(_HOOK_FOLDER)
     if not folder or not (Path(folder) / f"{point}.armed").exists():
         return
@@ -125,7 +125,9 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
 
     def _same_chunk_size(self, client: Any) -> bool:
         try:
-            _require_chunk_size(int(mpa.get_lmcache_chunk_size(client, timeout=self._mq_timeout)), self._expected_chunk_size)
+            _require_chunk_size(
+                int(mpa.get_lmcache_chunk_size(client, timeout=self._mq_timeout)), self._expected_chunk_size
+            )
         except (TimeoutError, ChunkSizeMismatch) as error:
             logger.error("%s", error)
             return False
@@ -165,6 +167,8 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
 
 class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
     """Worker side: stores and retrieves. A store that fails is not stored; a retrieve that fails is recomputed."""
+
+    _heartbeat: Any
 
     def __init__(self, *args: Any, extra_config: dict[str, Any], report: GuardReport, **kwargs: Any) -> None:
         self._expected_chunk_size = int(extra_config["kvstrata.chunk_size"])
@@ -228,7 +232,9 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
 
     def _reregister_kv_caches_callback(self) -> bool:
         try:
-            _require_chunk_size(int(mpa.get_lmcache_chunk_size(self.mq_client, timeout=self._mq_timeout)), self._expected_chunk_size)
+            _require_chunk_size(
+                int(mpa.get_lmcache_chunk_size(self.mq_client, timeout=self._mq_timeout)), self._expected_chunk_size
+            )
         except (TimeoutError, ChunkSizeMismatch) as error:
             logger.error("%s", error)
             return False
@@ -267,14 +273,16 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         return finished
 
     def _lost(self, what: str, request_id: str, error: BaseException | None = None) -> None:
-        """Stop using the server until a heartbeat has registered us again: an unanswered call costs `mq_timeout` each."""
+        """Leave the server alone until a heartbeat has registered us again: an unanswered call costs `mq_timeout`."""
         logger.warning("kvstrata: %s of %s failed (%s); counted as a miss", what, request_id, error or "server said no")
         self._health_event.clear()
         self._ensure_heartbeat_started()
         self._tell()
 
     def _tell(self) -> None:
-        self._report.update(healthy=self.is_healthy, transfer=self.transfer_kind(), chunk_size=self.lmcache_tokens_per_chunk)
+        self._report.update(
+            healthy=self.is_healthy, transfer=self.transfer_kind(), chunk_size=self.lmcache_tokens_per_chunk
+        )
 
     def transfer_kind(self) -> str:
         """`shm`, `pickle`, `handle` (CUDA IPC) or `none`: the class that moves bytes now, not what was configured."""

@@ -19,7 +19,7 @@ def engine_facts(vllm_config: Any, files_digest: str, pair: str) -> dict[str, An
         pair: printable version pair.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    # The config after overrides (rope scaling, sliding window, ...) as vLLM will use it; the folder's path is not in it.
+    # The config after overrides (rope scaling, sliding window, ...) as vLLM will use it, without the folder's path.
     hf_config = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
     return {
         "files": files_digest,

@@ -62,7 +62,9 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
         name = cache_model_name(_required(extra, "kvstrata.model_name"), facts)
         role_name = "scheduler" if role == KVConnectorRole.SCHEDULER else "worker"
         report = GuardReport(
-            role_name if role_name == "scheduler" or vllm_config.parallel_config.rank == 0 else f"worker-{vllm_config.parallel_config.rank}",
+            role_name
+            if role_name == "scheduler" or vllm_config.parallel_config.rank == 0
+            else f"worker-{vllm_config.parallel_config.rank}",
             {
                 "class": f"{type(self).__module__.rsplit('.', 1)[0]}.{type(self).__name__}",
                 "pair": pair,
@@ -90,7 +92,9 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
         tracker = super()._get_or_create_request_tracker(request)
         if getattr(tracker, "kvstrata_keyed", False):
             return tracker
-        tracker.cache_salt = cache_salt(request.cache_salt, lora_facts(request.lora_request, self._lora_digests), self._salt_key)
+        tracker.cache_salt = cache_salt(
+            request.cache_salt, lora_facts(request.lora_request, self._lora_digests), self._salt_key
+        )
         hashes, positions = extract_mm_features(request)
         if hashes and positions:
             images = [(h, p.offset, p.length) for h, p in zip(hashes, positions, strict=True)]
@@ -103,7 +107,7 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tracker = self._get_or_create_request_tracker(request)
         if request.request_id in self._failed:
-            # A load of this request failed: computed locally now. A second lookup could wait for a load that nobody makes.
+            # A load of this request failed: computed locally now. A second one would wait for a load that nobody makes.
             self._failed[request.request_id] = num_computed_tokens
             return 0, False
         if getattr(request, "prompt_embeds", None) is not None:
@@ -153,7 +157,7 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
         if not self.scheduler_adapter.is_healthy:
-            # Known to be gone: do not let the worker find out once more. Retrieves stay, they must be reported as failed.
+            # Known to be gone: the worker need not find out once more. Retrieves stay, to be reported as failed.
             metadata.requests = [r for r in metadata.requests if r.direction != "STORE"]
         return metadata
 

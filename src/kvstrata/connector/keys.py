@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["cache_model_name", "cache_salt", "image_token_ids", "identity_digest"]
+__all__ = ["cache_model_name", "cache_salt", "identity_digest", "image_token_ids"]
 
 _NAME_LIMIT = 48  # characters of the readable part; the digest is what counts
 _U32 = 0xFFFF_FFFF

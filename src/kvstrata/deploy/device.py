@@ -29,7 +29,9 @@ def detect() -> Device:
     if seen.returncode != 0 or not names:
         return Device("cpu", "nvidia-smi finds no GPU")
     if not _runtime_has_gpus():
-        return Device("cpu", f"{names[0]} is there, but docker has no nvidia runtime (install nvidia-container-toolkit)")
+        return Device(
+            "cpu", f"{names[0]} is there, but docker has no nvidia runtime (install nvidia-container-toolkit)"
+        )
     if platform.machine() == "aarch64" and "GB10" in names[0]:
         return Device("gb10", names[0])
     return Device("nvidia", ", ".join(sorted(set(names))))

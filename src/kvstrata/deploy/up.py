@@ -143,7 +143,9 @@ def _prove(root: Path, steps: Steps) -> int:
 
 def _closing_lines(steps: Steps, current: Settings, chosen: ModelInfo) -> None:
     url = f"http://127.0.0.1:{current.port}/v1"
-    body = json.dumps({"model": chosen.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    body = json.dumps(
+        {"model": chosen.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    )
     lines = (
         f"\nask:   curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
         "look:  make status, make logs",
