@@ -25,11 +25,11 @@ class DockerControl:
 
     def kill(self, services: Sequence[str]) -> None:
         for service in services:
-            self._compose.kill(service)
+            self._compose.kill(service, restart=False)
 
     def start(self, services: Sequence[str]) -> None:
-        self._compose.start(list(services))
+        self._compose.start(services)
 
     def exec(self, service: str, argv: Sequence[str]) -> tuple[int, str]:
-        done = self._compose.exec(service, list(argv))
-        return done.returncode, done.stdout
+        done = self._compose.exec(service, argv, check=False)
+        return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr

@@ -34,6 +34,7 @@ class Prover:
         self.block = facts.block_size or int((guard.value("facts") or {}).get("block_size", 0)) or target.chunk_size
         self.phases: list[Phase] = []
         self.failures: list[str] = []
+        """Of the run as a whole; a phase keeps its own."""
         self.notes: list[str] = []
         self.skipped: set[str] = set()
         self.at = "cold"

@@ -1,0 +1,293 @@
+"""What runs, how KV moves, how full the tiers are, and the last proof: `kvstrata status`.
+
+Everything is read from the running processes and files; a configured value is shown only next to what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvstrata.deploy.compose import Compose, ServiceState
+from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.settings import Settings
+from kvstrata.deploy.status_disk import folder_bytes, image_bytes, log_bytes
+from kvstrata.deploy.status_probe import Transfer, look_inside, transfer_of
+from kvstrata.proof.checks import GuardFacts, guard_problems, read_guard
+from kvstrata.proof.client import LmcacheClient, VllmClient
+from kvstrata.proof.prom import Samples
+
+__all__ = ["Status", "Tiers", "collect", "last_proof", "render", "tiers_of"]
+
+_LOG_LINES = 2000
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """How full, and how often hit, since the servers started. Bytes; None = not known."""
+
+    l0_hit_rate: float | None
+    lookup_hit_rate: float | None
+    """Tokens that LMCache had, of tokens that it was asked for."""
+    l1_used: int | None
+    l1_total: int | None
+    l1_objects: int | None
+    l2_adapters: tuple[str, ...]
+    l2_disk: int | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at the stack. `problems` are what makes `ok` false, as found / needed sentences."""
+
+    persist: bool
+    device: str
+    layers: tuple[str, ...]
+    pair: str
+    model: str
+    services: tuple[ServiceState, ...]
+    guard: GuardFacts
+    transfer: Transfer
+    tiers: Tiers
+    disk: Mapping[str, int | None]
+    proof: Mapping[str, Any] | None
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "persist": self.persist,
+            "device": self.device,
+            "layers": list(self.layers),
+            "pair": self.pair,
+            "model": self.model,
+            "services": [asdict(service) for service in self.services],
+            "guard": {
+                "loaded": bool(self.guard.roles),
+                "class": self.guard.value("class"),
+                "roles": dict(self.guard.roles),
+            },
+            "transfer": self.transfer.to_json(),
+            "tiers": asdict(self.tiers),
+            "disk": dict(self.disk),
+            "last_proof": self.proof,
+            "problems": list(self.problems),
+        }
+
+
+class _Stack:
+    """Compose's `exec` as the probes want it: never raises for a container that is not there."""
+
+    lmcache_http = "unix:/run/lmcache-http/http.sock"
+
+    def __init__(self, compose: Compose) -> None:
+        self._compose = compose
+
+    def kill(self, services: Sequence[str]) -> None:
+        raise NotImplementedError("status kills nothing")
+
+    start = kill
+
+    def exec(self, service: str, argv: Sequence[str]) -> tuple[int, str]:
+        try:
+            done = self._compose.exec(service, argv, check=False, timeout=20)
+        except KvError as error:
+            return 1, error.found
+        return done.returncode, done.stdout
+
+
+def collect(settings: Settings, root: Path) -> Status:
+    """Look at the stack of `settings`. A part that does not answer is a problem in the result, not an exception.
+
+    Raises KvError when docker itself does not answer.
+    """
+    compose = Compose(root, settings)
+    services = tuple(compose.ps()) if settings.managed.get("COMPOSE_FILE") else ()
+    running = {service.service for service in services if service.state == "running"}
+    problems = [
+        f"{s.service}: found: {s.state}{f', {s.health}' if s.health else ''}; needed: running and healthy"
+        for s in services
+        if not s.ok
+    ]
+    if not services:
+        problems.append("found: no container of this stack; needed: a running stack (make up)")
+    stack = _Stack(compose)
+    server, lm_samples = _lmcache(settings) if "lmcache" in running else (None, Samples(()))
+    version, v_samples = _vllm(settings) if "vllm" in running else ("", Samples(()))
+    guard, transfer = GuardFacts({}), Transfer("none", "no lmcache runs")
+    if settings.persist and "vllm" in running:
+        guard = read_guard(stack)
+        seen = [look_inside(stack, name) if name in running else None for name in ("vllm", "lmcache")]
+        log = compose.logs("lmcache", tail=_LOG_LINES) if "lmcache" in running else ""
+        transfer = transfer_of(seen[0], seen[1], server, log)
+        problems += guard_problems(guard, server or {}, settings.chunk_size, settings.managed.get("KV_IDENTITY", ""))
+        problems += _transfer_problems(settings, transfer)
+        if "nvidia-lmcache" in settings.managed.get("COMPOSE_FILE", "") and seen[0] and seen[1]:
+            problems += _namespace_problems(seen[0].namespaces, seen[1].namespaces)
+    return Status(
+        persist=settings.persist,
+        device=settings.device,
+        layers=_layers(settings),
+        pair=guard.pair or (f"vllm {version}" if version else ""),
+        model=settings.managed.get("KV_MODEL_NAME", ""),
+        services=services,
+        guard=guard,
+        transfer=transfer,
+        tiers=tiers_of(server, lm_samples, v_samples, folder_bytes(settings.cache_dir)),
+        disk={
+            "logs": log_bytes(service.container_id for service in services),
+            "images": image_bytes(service.image for service in services),
+            "cache": folder_bytes(settings.cache_dir),
+        },
+        proof=last_proof(settings.reports_dir),
+        problems=tuple(problems),
+    )
+
+
+def tiers_of(server: Mapping[str, Any] | None, lmcache: Samples, vllm: Samples, l2_disk: int | None) -> Tiers:
+    """Usage and hit rates from LMCache's /status, both servers' counters, and the bytes in the cache folder.
+
+    L2 is measured on disk: the `fs` adapter of LMCache 0.5.3 counts only what was stored since its own start.
+    """
+    manager = (server or {}).get("storage_manager", {})
+    l1 = manager.get("l1_manager", {})
+    return Tiers(
+        l0_hit_rate=_ratio(vllm.sum("vllm:prefix_cache_hits_total"), vllm.sum("vllm:prefix_cache_queries_total")),
+        lookup_hit_rate=_ratio(
+            lmcache.sum("lmcache_mp_lookup_hit_tokens_total"), lmcache.sum("lmcache_mp_lookup_requested_tokens_total")
+        ),
+        l1_used=l1.get("memory_used_bytes"),
+        l1_total=l1.get("memory_total_bytes"),
+        l1_objects=l1.get("total_object_count"),
+        l2_adapters=tuple(str(adapter.get("type")) for adapter in manager.get("l2_adapters", ())),
+        l2_disk=l2_disk if manager.get("l2_adapters") else None,
+    )
+
+
+def last_proof(reports: Path) -> dict[str, Any] | None:
+    """Verdict of the newest report that `verify` wrote (data/reports/verify-*.json), with its age in seconds."""
+    try:
+        newest = max(reports.glob("verify-*.json"), key=lambda path: path.stat().st_mtime)
+        report = json.loads(newest.read_text(encoding="utf-8"))
+        age = time.time() - newest.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    keys = ("passed", "worth_it", "live", "started_at", "failures")
+    return {"file": str(newest), "age_s": round(age), **{key: report.get(key) for key in keys}}
+
+
+def render(state: Status, console: Console) -> None:
+    """The same for people: services, then one line a topic, then what is wrong."""
+    table = Table()
+    for heading in ("service", "state", "ports", "image"):
+        table.add_column(heading)
+    for service in state.services:
+        ports = ", ".join(f"{host}:{published}" for host, published, _ in service.ports)
+        shown = service.health or service.state
+        table.add_row(service.service, shown, ports, service.image, style=None if service.ok else "red")
+    console.print(table)
+    for topic, text in _lines(state):
+        console.print(f"{topic:<9} {text}", markup=False, soft_wrap=True)
+    for problem in state.problems:
+        console.print(f"PROBLEM   {problem}", style="red", markup=False, soft_wrap=True)
+
+
+def _lines(state: Status) -> list[tuple[str, str]]:
+    tiers, transfer, proof = state.tiers, state.transfer, state.proof
+    guard = state.guard.value("class") or ("not loaded" if state.persist else "not wanted (KV_PERSIST=0)")
+    moved = transfer.evidence
+    if transfer.retrieve_s is not None:
+        moved += f"; last retrieve: {transfer.retrieved_tokens} tokens in {transfer.retrieve_s * 1000:.0f} ms"
+    blocks = "?" if tiers.l1_objects is None else str(tiers.l1_objects)
+    layers = " ".join(state.layers) or "-"
+    lines = [
+        ("stack", f"{state.pair or 'pair unknown'}, device {state.device or 'undecided'}, layers {layers}"),
+        ("model", state.model or "-"),
+        ("guard", guard),
+        ("transfer", f"{transfer.mode} ({moved})"),
+        ("L0", f"hit rate {_percent(tiers.l0_hit_rate)} since vLLM started"),
+        ("L1", f"{_size(tiers.l1_used)} of {_size(tiers.l1_total)}, {blocks} blocks"),
+        ("L2", f"{_size(tiers.l2_disk)} on disk ({', '.join(tiers.l2_adapters)})" if tiers.l2_adapters else "none"),
+        ("lookups", f"hit rate {_percent(tiers.lookup_hit_rate)} since lmcache started (tokens, L1 and L2 together)"),
+        ("disk", ", ".join(f"{name} {_size(size)}" for name, size in state.disk.items())),
+    ]
+    if proof is None:
+        return [*lines, ("proof", "none yet (make verify)")]
+    verdict = "passed" if proof["passed"] else "FAILED"
+    worth = ", worth it" if proof["worth_it"] else ", not faster everywhere"
+    kind = " (live)" if proof["live"] else ""
+    return [*lines, ("proof", f"{verdict}{worth}{kind}, {_when(str(proof['started_at']))}: {proof['file']}")]
+
+
+def _lmcache(settings: Settings) -> tuple[dict[str, Any] | None, Samples]:
+    client = LmcacheClient(f"http://127.0.0.1:{settings.metrics_port}")
+    try:
+        return client.status(), client.samples()
+    except (KvError, ValueError):
+        return None, Samples(())
+    finally:
+        client.close()
+
+
+def _vllm(settings: Settings) -> tuple[str, Samples]:
+    client = VllmClient(f"http://127.0.0.1:{settings.port}", timeout_s=10)
+    try:
+        return client.facts().version, client.samples()
+    except (KvError, ValueError, LookupError):
+        return "", Samples(())
+    finally:
+        client.close()
+
+
+def _transfer_problems(settings: Settings, transfer: Transfer) -> list[str]:
+    """A slow path that nobody chose. On a GPU, handles are the fast path; on a CPU shared memory is."""
+    if transfer.mode == "pickle" and settings.transfer_mode != "pickle":
+        return [f"transfer: found: pickle over ZMQ ({transfer.evidence}); needed: shared memory (make up restores it)"]
+    return []
+
+
+def _namespace_problems(vllm: Mapping[str, str], lmcache: Mapping[str, str]) -> list[str]:
+    """CUDA IPC needs one IPC and one PID namespace; a restarted holder splits them silently."""
+    return [
+        f"{name} namespace: found: vllm in {vllm[name]}, lmcache in {lmcache[name]}; needed: one (make up mends it)"
+        for name in ("ipc", "pid")
+        if vllm[name] != lmcache[name]
+    ]
+
+
+def _layers(settings: Settings) -> tuple[str, ...]:
+    files = settings.managed.get("COMPOSE_FILE", "").split(":")
+    return tuple(Path(name).stem for name in files if name)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _percent(ratio: float | None) -> str:
+    return "unknown" if ratio is None else f"{ratio * 100:.0f} %"
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
+def _when(started: str) -> str:
+    try:
+        return datetime.fromisoformat(started).astimezone().strftime("%Y-%m-%d %H:%M")
+    except ValueError:
+        return "at an unknown time"
