@@ -179,8 +179,6 @@ def ensure(install: bool, steps: Steps) -> EngineInfo:
         info = EngineInfo(facts.server, facts.compose, facts.buildx, warnings_for(facts.server))
         buildx = f", buildx {info.buildx}" if info.buildx else ", no buildx"
         step.done(f"{info.engine_version}, Compose {info.compose_version}{buildx}{how}")
-    for warning in info.warnings:
-        step.say(f"warning: {warning}")
     return info
 
 
@@ -212,10 +210,12 @@ def _reach(install: bool, step: Step) -> tuple[Facts, str]:
 def main() -> int:
     """`python -m kvstrata.deploy.engine`: what scripts/test does before the tests."""
     try:
-        ensure(os.environ.get("KV_INSTALL_ENGINE", "1") != "0", Steps())
+        found = ensure(os.environ.get("KV_INSTALL_ENGINE", "1") != "0", Steps())
     except KvError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     return 0
 
 

@@ -6,12 +6,13 @@ nothing else in. Their needs (glibc 2.34) are met by Debian 12, whose own runc s
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstrata.deploy.errors import CommandFailed, KvError
-from kvstrata.deploy.shell import run, run_lines
+from kvstrata.deploy.shell import run_lines
 from kvstrata.deploy.steps import Step
 
 __all__ = ["Plan", "install", "manual", "mirror_uri", "os_release", "plan"]
@@ -83,7 +84,7 @@ def plan(release: dict[str, str], uri: str) -> Plan | None:
 
 def manual(release: dict[str, str]) -> str:
     """The commands for a person."""
-    chosen = plan(release, machine_uri())
+    chosen = plan(release, machine_uri(release))
     if chosen is None:
         return (
             "install Docker Engine, its compose plugin and its buildx plugin: https://docs.docker.com/engine/install/"
@@ -94,16 +95,19 @@ def manual(release: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def machine_uri() -> str:
-    """The mirror that this machine's own apt sources name for Debian 12 ("" on other machines)."""
+def machine_uri(release: dict[str, str]) -> str:
+    """The mirror that this Debian's apt sources name for its suite ("" elsewhere); it has the other suites too."""
+    if release.get("ID") != "debian":
+        return ""
     parts = Path("/etc/apt/sources.list.d")
     paths = sorted(parts.glob("*.sources")) + sorted(parts.glob("*.list")) + [Path("/etc/apt/sources.list")]
-    return mirror_uri([path.read_text() for path in paths if path.is_file()], "bookworm")
+    texts = [path.read_text() for path in paths if path.is_file()]
+    return mirror_uri(texts, release.get("VERSION_CODENAME", ""))
 
 
 def install(release: dict[str, str], step: Step) -> None:
     """Install the engine by apt. Root only. Raises KvError with apt's last lines."""
-    uri = machine_uri()
+    uri = machine_uri(release)
     chosen = plan(release, uri)
     if chosen is None:
         raise KvError(f"{release.get('PRETTY_NAME', 'this system')}", "Debian 12+ or Ubuntu", manual(release))
@@ -139,10 +143,25 @@ def apt_install(packages: Iterable[str], step: Step) -> None:
 
 def ensure_command(command: str, package: str, step: Step, *, root: bool, found: str) -> None:
     """Make sure that `command` exists: apt as root on Debian or Ubuntu, else a KvError that says what to install."""
-    if not run(["sh", "-c", f"command -v {command}"], check=False).returncode:
+    if shutil.which(command):
         return
-    if not root or run(["sh", "-c", "command -v apt-get"], check=False).returncode:
-        raise KvError(found, f"the command {command}", f"sudo apt-get install {package}")
+    _ensure_package(package, step, root=root, refusal=KvError(found, f"the command {command}", _fix(package)))
+
+
+def ensure_file(path: str, package: str, step: Step, *, root: bool) -> None:
+    """The same for a file that `package` brings."""
+    if not Path(path).exists():
+        refusal = KvError(f"no {path}", f"the package {package}", _fix(package))
+        _ensure_package(package, step, root=root, refusal=refusal)
+
+
+def _fix(package: str) -> str:
+    return f"sudo apt-get install {package}"
+
+
+def _ensure_package(package: str, step: Step, *, root: bool, refusal: KvError) -> None:
+    if not root or shutil.which("apt-get") is None:
+        raise refusal
     step.say(f"installing the package {package} with apt")
     try:
         apt_install([package], step)
