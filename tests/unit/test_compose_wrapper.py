@@ -72,6 +72,14 @@ def test_a_failed_up_names_the_cause(fake: Fake) -> None:
     assert caught.value.exit_code == 1
 
 
+def test_an_up_that_compose_calls_good_but_is_not_healthy_fails(fake: Fake) -> None:
+    row = json.dumps({**ROWS[2], "Health": "starting"})
+    compose = fake(f"case \"$1\" in ps) echo '{row}';; inspect) echo '[]';; logs) echo last words;; esac")
+    with pytest.raises(StackFailed, match="proxy: is starting") as caught:
+        compose.up(5)
+    assert "last words" in caught.value.log
+
+
 def test_shared_memory_of_an_earlier_size_is_removed_and_nothing_else(fake: Fake, tmp_path: Path) -> None:
     volumes = "mine_shm_1\nmine_kernels\nother_shm_1\n"
     compose = fake(f'echo "$@" >> calls; case "$1 $2" in "ps --all") echo "[]";; "volume ls") printf "{volumes}";; esac')

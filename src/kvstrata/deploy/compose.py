@@ -96,7 +96,8 @@ class Compose:
                 raise
             output.seek(0)
             text = output.read()
-        if process.returncode != 0:
+        # Compose 2.26 ends with 0 when the wait timed out, so its word alone does not count.
+        if process.returncode != 0 or not all(state.ok for state in self._states()):
             raise self._why(text)
         self._drop_old_pools()
 
@@ -209,7 +210,7 @@ class Compose:
         for state, reason in self._failed():
             return self._stack_failed(state, reason)
         bad = [state for state in self._states() if not state.ok]
-        bad.sort(key=lambda state: state.health == "starting")
+        bad.sort(key=lambda state: (state.health == "starting", state.service))
         said = causes.likely(output, default="")
         if said or not bad:  # compose itself could not create or start something
             lines = "\n".join(output.strip().splitlines()[-LOG_LINES:])
