@@ -152,15 +152,19 @@ def _refuse(arch: Arch, device: str, model: ModelInfo) -> None:
 def _dtype(
     arch: Arch, model: ModelInfo, device: str, host: Host, weights: int, extra: ExtraArgs, explain: list[str]
 ) -> str:
-    asked = extra.value("--dtype") or str(model.config.args.get(device, {}).get("dtype", ""))
+    own = str(model.config.args.get(device, {}).get("dtype", ""))
+    asked = extra.value("--dtype") or own
     if asked and asked != "auto":
         if asked not in DTYPE_BYTES:
             raise KvError(f"--dtype {asked}", f"one of {', '.join(DTYPE_BYTES)}", "mend KV_VLLM_EXTRA_ARGS or the TOML")
-        explain.append(f"dtype {asked}: set by KV_VLLM_EXTRA_ARGS or {model.config.file}")
+        by = "KV_VLLM_EXTRA_ARGS" if extra.value("--dtype") else f"{model.config.name}.toml"
+        explain.append(f"dtype {asked}: {by}")
         return asked
     if device != "cpu":
-        explain.append(f"dtype {arch.dtype}: the model's own")
-        return arch.dtype
+        # As vLLM's own "auto" does: float32 weights are served in bfloat16.
+        chosen = "bfloat16" if arch.dtype in ("float32", "float") else arch.dtype
+        explain.append(f"dtype {chosen}: the model's own" + (", halved" if chosen != arch.dtype else ""))
+        return chosen
     full = weights * 4 // DTYPE_BYTES[arch.dtype]
     if full * 4 <= host.mem_total:
         explain.append(

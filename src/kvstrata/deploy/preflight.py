@@ -52,7 +52,7 @@ def check_all(
     return [
         *port_findings(settings, ours),
         *folder_findings(settings, model),
-        *disk_findings(settings, model, _docker_root(), started=bool(ours)),
+        *disk_findings(settings, model, _docker_root(), started=bool(ours) or _has_image()),
         *_memory(settings, plan, host, started=bool(ours)),
         *_model(model),
         *_sane(settings),
@@ -144,6 +144,15 @@ def _docker_root() -> str | None:
     except (KvError, ValueError):
         return None
     return answer if isinstance(answer, str) and answer else None
+
+
+def _has_image() -> bool:
+    """An image of ours is there, pulled or built: the space that it takes is taken already."""
+    try:
+        done = run_command(["docker", "image", "ls", "--quiet", "--filter", "reference=*kvstrata/vllm"], check=False)
+    except KvError:
+        return False
+    return done.returncode == 0 and bool(done.stdout.strip())
 
 
 def _engine() -> list[Finding]:
