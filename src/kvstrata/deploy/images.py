@@ -20,7 +20,7 @@ from kvstrata.deploy.lock import Image, Lock, Pair, load, registry_digest
 from kvstrata.deploy.shell import run, run_lines
 from kvstrata.deploy.steps import Step, Steps
 
-__all__ = ["ImageSet", "ImageSettings", "build", "decide_source", "ensure", "pull", "tags"]
+__all__ = ["ImageSet", "ImageSettings", "bake", "build", "decide_source", "ensure", "pull", "tags"]
 
 NAMES = ("vllm", "proxy")
 BAKE_FILE = "images/docker-bake.hcl"
@@ -121,7 +121,7 @@ def build(settings: ImageSettings, steps: Steps) -> ImageSet:
         wanted = tags(settings.root, settings.device, base, pair)
         missing = [name for name in NAMES if not _present(wanted[name])]
         if missing:
-            _bake(settings, pair, base, wanted, missing, step)
+            bake(settings, pair, base, wanted, missing, step)
         step.done(f"{wanted['vllm']}" + (f" ({' and '.join(missing)} now)" if missing else " (unchanged)"))
     return ImageSet(wanted["vllm"], wanted["vllm"], wanted["proxy"], "never", "build")
 
@@ -155,7 +155,7 @@ def tags(root: Path, device: str, base: str, pair: Pair) -> dict[str, str]:
     return found
 
 
-def _bake(
+def bake(
     settings: ImageSettings, pair: Pair, base: str, wanted: dict[str, str], missing: list[str], step: Step
 ) -> None:
     if run(["docker", "buildx", "version"], check=False).returncode != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -228,13 +229,17 @@ def registry_digest(ref: str) -> str | None:
     """The digest that the registry holds for `ref`, None where none answers. Needs buildx."""
     try:
         done = run(
-            ["docker", "buildx", "imagetools", "inspect", ref, "--format", "{{.Manifest.Digest}}"],
+            ["docker", "buildx", "imagetools", "inspect", ref, "--format", "{{json .Manifest}}"],
             timeout=30,
         )
     except CommandFailed:
         return None
-    digest = done.stdout.strip()
-    return digest if _DIGEST.fullmatch(digest) else None
+    # `{{.Manifest.Digest}}` prints the whole default report for a single-platform image (buildx 0.13.1)
+    try:
+        digest = json.loads(done.stdout)["digest"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else None
 
 
 def fill_in(text: str, registry: str, today: str, resolve: Resolver = registry_digest) -> tuple[str, list[str]]:
