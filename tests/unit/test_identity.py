@@ -195,7 +195,7 @@ def test_a_cache_with_a_value_that_is_no_hash_is_not_believed(model: Path, tmp_p
     time.sleep(SETTLE_S)
     before = digest(model, cache)
     data = json.loads(cache.read_text())
-    data["sha256"] = {key: "short" for key in data["sha256"]}
+    data["sha256"] = dict.fromkeys(data["sha256"], "short")
     cache.write_text(json.dumps(data))
     assert digest(model, cache) == before
 

@@ -118,5 +118,5 @@ def test_hits_are_whole_blocks_within_the_prompt(tokens: int, blocks: int, block
     ("tokens", "chunk", "block", "source"), [(0, 256, 128, "l0"), (9, 200, 128, "l0"), (9, 256, 128, "l3")]
 )
 def test_nonsense_is_refused(tokens: int, chunk: int, block: int, source: str) -> None:
-    with pytest.raises(ValueError, match="whole blocks|one of none"):
+    with pytest.raises(ValueError, match=r"whole blocks|one of none"):
         prompts.expected_hits(tokens, chunk, block, source)
