@@ -30,7 +30,8 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CONSONANTS, VOWELS = "b c d f g h k l m n p r s t v w st tr ch sh".split(), "a e i o u ea ou ai".split()
+CONSONANTS = [*"bcdfghklmnprstvw", "st", "tr", "ch", "sh"]
+VOWELS = [*"aeiou", "ea", "ou", "ai"]
 
 
 def corpus(seed: int, sentences: int = 20000) -> list[str]:

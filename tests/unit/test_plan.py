@@ -101,9 +101,7 @@ def make(
     return plan.make(chosen, model.resolve(chosen, tmp_path), device, host)
 
 
-@pytest.mark.parametrize(
-    ("config", "family", "values"), FAMILIES, ids=lambda v: v.get("model_type") if isinstance(v, dict) else ""
-)
+@pytest.mark.parametrize(("config", "family", "values"), FAMILIES, ids=[row[0]["model_type"] for row in FAMILIES])
 def test_config_json_tells_family_and_kv_size(config: dict[str, Any], family: str, values: int) -> None:
     found = arch.describe(config)
     assert (found.family, found.kv_values_per_token) == (family, values)

@@ -193,7 +193,7 @@ def test_a_cache_in_memory_is_a_warning(root: Path, small_disk: Path) -> None:
 
 
 def test_network_and_overlay_file_systems_are_known_from_mountinfo(tmp_path: Path) -> None:
-    device = os.stat(tmp_path).st_dev
+    device = tmp_path.stat().st_dev
     numbers = f"{os.major(device)}:{os.minor(device)}"
     table = tmp_path / "mountinfo"
     table.write_text(f"1 1 0:9 / /x rw - ext4 x rw\n2 1 {numbers} / /y rw shared:1 - nfs4 host:/y rw\n")
