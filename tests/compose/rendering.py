@@ -47,7 +47,9 @@ class Version:
     def run(self, root: Path, *args: str, **extra: str) -> subprocess.CompletedProcess[str]:
         known = {*settings.USER_KEYS, *settings.MANAGED_KEYS}
         env = {k: v for k, v in os.environ.items() if k not in known and not k.startswith("COMPOSE_")}
-        return subprocess.run([self.binary, *args], cwd=root, env={**env, **extra}, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [self.binary, *args], cwd=root, env={**env, **extra}, capture_output=True, text=True, check=False
+        )
 
     def config(self, root: Path, **extra: str) -> dict[str, Any]:
         """The resolved model, with the forms that differ between versions made equal."""
@@ -61,5 +63,6 @@ class Version:
             if isinstance(service.get("environment"), list):
                 service["environment"] = dict(item.split("=", 1) for item in service["environment"])
         return model
+
 
 Checkout = Callable[..., Path]

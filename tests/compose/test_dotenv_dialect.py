@@ -12,13 +12,15 @@ from kvstrata.deploy.errors import KvError
 from tests.compose.rendering import Version
 
 VALUES = [
-    "", "plain", "a b", "a#b", "a # b", "#", "it's", 'say "x"', "both ' and \"", "$HOME", "${HOME}", "$$", "a$", "back\\slash", "\\n",
-    "two\nlines", "tab\there", "é ü 漢", "'", '"', "''", "a=b", " lead and trail ", '--x \'{"a": "b$c", "d": [1]}\'', "`id`", "!x", "%s", "~/x",
+    "", "plain", "a b", "a#b", "a # b", "#", "it's", 'say "x"', "both ' and \"", "$HOME", "${HOME}", "$$", "a$",
+    "back\\slash", "\\n", "two\nlines", "tab\there", "é ü 漢", "'", '"', "''", "a=b", " lead and trail ",
+    '--x \'{"a": "b$c", "d": [1]}\'', "`id`", "!x", "%s", "~/x",
     "C:\\dir\\", "end\\", "\\$x", "\r", "\\'", "\\\"",
 ]  # fmt: skip
 LINES = [
-    "K=a b # c", "K=a#b", "K=", "export K=a", "K='a # $b' # c", 'K="a\\nb \\"c\\" \\$d" # e', "K=${HOME}/x", "K=$HOME/x", "K=$$x",
-    "A=1\nK=$A$A", "K = a", "K='$HOME'", 'K="$HOME"', "K=~/x", "K=a'b'c", 'K=a"b"', "K=''", 'K="" # c', "K='a\\nb'",
+    "K=a b # c", "K=a#b", "K=", "export K=a", "K='a # $b' # c", 'K="a\\nb \\"c\\" \\$d" # e', "K=${HOME}/x",
+    "K=$HOME/x", "K=$$x", "A=1\nK=$A$A", "K = a", "K='$HOME'", 'K="$HOME"',
+    "K=~/x", "K=a'b'c", 'K=a"b"', "K=''", 'K="" # c', "K='a\\nb'",
 ]  # fmt: skip
 
 
@@ -45,7 +47,9 @@ def test_what_a_person_writes_means_the_same_to_us(compose: Version, tmp_path: P
     assert read_by(compose, tmp_path, text) == ours
 
 
-def test_a_comment_in_place_of_a_value_is_refused_because_compose_would_take_it(compose: Version, tmp_path: Path) -> None:
+def test_a_comment_in_place_of_a_value_is_refused_because_compose_would_take_it(
+    compose: Version, tmp_path: Path
+) -> None:
     assert read_by(compose, tmp_path, "K= # c") == "# c"
     with pytest.raises(KvError, match="comment"):
         dotenv.parse_text("K= # c", ".env", {})

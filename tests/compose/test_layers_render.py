@@ -68,8 +68,14 @@ def _dangling(service: Model, model: Model) -> list[str]:
         kind, _, target = str(service.get(key, "")).partition(":")
         if kind == "service" and target not in model["services"]:
             found.append(f"{key} of service {target}, which is not there")
-    found += [f"waits for {name}, which is not there" for name in service.get("depends_on", {}) if name not in model["services"]]
-    found += [f"network {name}, which is not there" for name in service.get("networks", {}) if name not in model["networks"]]
+    found += [
+        f"waits for {name}, which is not there"
+        for name in service.get("depends_on", {})
+        if name not in model["services"]
+    ]
+    found += [
+        f"network {name}, which is not there" for name in service.get("networks", {}) if name not in model["networks"]
+    ]
     for mount in service.get("volumes", []):
         if mount["type"] == "volume" and mount["source"] not in model.get("volumes", {}):
             found.append(f"volume {mount['source']}, which is not there")
@@ -100,7 +106,11 @@ def test_every_stack_is_loopback_only_hardened_and_whole(model: Model) -> None:
 def test_services_and_networks_are_those_of_the_layers(compose: Version, checkout: Checkout, files: list[Path]) -> None:
     services = compose.config(checkout(files))["services"]
     names = {path.stem for path in files}
-    expected = {"vllm"} | ({"lmcache", "proxy"} if "lmcache" in names else set()) | ({"ns"} if "nvidia-lmcache" in names else set())
+    expected = (
+        {"vllm"}
+        | ({"lmcache", "proxy"} if "lmcache" in names else set())
+        | ({"ns"} if "nvidia-lmcache" in names else set())
+    )
     assert set(services) == expected
     networks = {name: sorted(service.get("networks") or {}) for name, service in services.items()}
     if "lmcache" not in names:

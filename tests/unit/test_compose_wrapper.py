@@ -13,17 +13,24 @@ from kvstrata.deploy.compose import Compose, StackFailed, parse_ps
 from kvstrata.deploy.errors import CommandFailed, KvError
 
 ROWS = [
-    {"ID": "b2", "Name": "p-vllm-1", "Service": "vllm", "State": "running", "Health": "healthy", "ExitCode": 0, "Image": "i",
+    {"ID": "b2", "Name": "p-vllm-1", "Service": "vllm", "State": "running", "Health": "healthy",
+     "ExitCode": 0, "Image": "i",
      "Publishers": [{"URL": "127.0.0.1", "TargetPort": 8000, "PublishedPort": 8000, "Protocol": "tcp"}]},
-    {"ID": "a1", "Name": "p-lmcache-1", "Service": "lmcache", "State": "exited", "Health": "", "ExitCode": 137, "Publishers": None},
-    {"ID": "c3", "Name": "p-proxy-1", "Service": "proxy", "State": "running", "Health": "starting", "ExitCode": 0, "Publishers": []},
+    {"ID": "a1", "Name": "p-lmcache-1", "Service": "lmcache", "State": "exited", "Health": "",
+     "ExitCode": 137, "Publishers": None},
+    {"ID": "c3", "Name": "p-proxy-1", "Service": "proxy", "State": "running", "Health": "starting",
+     "ExitCode": 0, "Publishers": []},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", [json.dumps(ROWS), "\n".join(map(json.dumps, ROWS)) + "\n"])
 def test_ps_of_both_forms_reads_the_same(text: str) -> None:
     states = parse_ps(text)
-    assert [(s.service, s.ok, s.exit_code) for s in states] == [("lmcache", False, 137), ("proxy", False, 0), ("vllm", True, 0)]
+    assert [(s.service, s.ok, s.exit_code) for s in states] == [
+        ("lmcache", False, 137),
+        ("proxy", False, 0),
+        ("vllm", True, 0),
+    ]
     assert states[2].ports == (("127.0.0.1", 8000, 8000),)
     assert parse_ps("") == parse_ps("[]") == []
 
@@ -33,7 +40,7 @@ Fake = Callable[[str], Compose]
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """A `docker` on PATH that runs this shell text ("$@" without `compose`); the wrapper under test runs it for real."""
+    """A `docker` on PATH that runs this shell text ("$@" without `compose`): the wrapper under test starts it."""
 
     def install(script: str) -> Compose:
         folder = tmp_path / "bin"
@@ -46,7 +53,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return install
 
 
-def test_only_the_env_file_says_which_stack_is_meant(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_env_file_says_which_stack_is_meant(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exported = {"COMPOSE_FILE": "/evil.yaml", "KV_IDENTITY": "x", "COMPOSE_PROFILES": "y", "KV_PORT": "8123"}
     for key, value in exported.items():
         monkeypatch.setenv(key, value)
@@ -82,7 +91,9 @@ def test_an_up_that_compose_calls_good_but_is_not_healthy_fails(fake: Fake) -> N
 
 def test_shared_memory_of_an_earlier_size_is_removed_and_nothing_else(fake: Fake, tmp_path: Path) -> None:
     volumes = "mine_shm_1\nmine_kernels\nother_shm_1\n"
-    compose = fake(f'echo "$@" >> calls; case "$1 $2" in "ps --all") echo "[]";; "volume ls") printf "{volumes}";; esac')
+    compose = fake(
+        f'echo "$@" >> calls; case "$1 $2" in "ps --all") echo "[]";; "volume ls") printf "{volumes}";; esac'
+    )
     compose.up(5)
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "volume rm mine_shm_1"
 

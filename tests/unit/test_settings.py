@@ -87,10 +87,12 @@ def test_the_environment_wins_over_the_file_for_knobs_only(tmp_path: Path) -> No
         ("KV_UID=root", "KV_UID=root", "user or group id"),
         ("KV_WAIT_TIMEOUT=0", "KV_WAIT_TIMEOUT=0", "seconds"),
         ("KV_MQ_TIMEOUT=0", "KV_MQ_TIMEOUT=0", "seconds"),
-        ("KV_VLLM_EXTRA_ARGS=\"--a 'b\"", "KV_VLLM_EXTRA_ARGS", "balanced"),
+        ('KV_VLLM_EXTRA_ARGS="--a \'b"', "KV_VLLM_EXTRA_ARGS", "balanced"),
     ],
 )
-def test_a_wrong_line_is_refused_with_its_place_and_the_way_out(tmp_path: Path, text: str, found: str, fix: str) -> None:
+def test_a_wrong_line_is_refused_with_its_place_and_the_way_out(
+    tmp_path: Path, text: str, found: str, fix: str
+) -> None:
     root = write(tmp_path, text + "\n")
     before = (root / ".env").stat().st_mtime_ns
     with pytest.raises(KvError) as caught:

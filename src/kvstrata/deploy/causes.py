@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["UNKNOWN", "likely"]
+__all__ = ["SLOW", "UNKNOWN", "likely"]
 
 UNKNOWN = "read the lines above; `make logs` shows all of them, docs/operations.md lists symptoms"
+
+SLOW = "it may only need longer: a larger KV_WAIT_TIMEOUT in .env; `make logs` shows how far it is"
 
 _TABLE: tuple[tuple[str, str], ...] = (
     (r"port is already allocated|address already in use|ports are not available",
@@ -18,10 +20,10 @@ _TABLE: tuple[tuple[str, str], ...] = (
     (r"CUDA out of memory|No available memory for the cache blocks|free memory on device",
      "the GPU's memory is taken: see nvidia-smi, or a smaller --gpu-memory-utilization in KV_VLLM_EXTRA_ARGS"),
     (r"out of memory|OOMKilled|Cannot allocate memory|DefaultCPUAllocator",
-     "the memory limit is too small: raise KV_VLLM_MEM_GB or KV_LMCACHE_MEM_GB, or take a smaller KV_L1_GB (`make plan`)"),
+     "the memory limit is too small: raise KV_VLLM_MEM_GB or KV_LMCACHE_MEM_GB, or lower KV_L1_GB (`make plan`)"),
     (r"Permission denied|permission denied on cache",
-     "a data folder does not belong to KV_UID:KV_GID of .env: chown -R it (KV_DATA_DIR, KV_CACHE_DIR, the model folder)"),
-    (r"are not supported for now|does not recognize this architecture|Cannot find model module|not support(?:ed)? hybrid",
+     "a data folder does not belong to KV_UID:KV_GID of .env: chown -R it (KV_DATA_DIR, KV_CACHE_DIR, the model)"),
+    (r"are not supported for now|does not recognize this architecture|Cannot find model module|not support hybrid",
      "this vLLM does not know the model: another MODEL_DIR, see docs for the model families that run"),
     (r"does not take its arguments|unrecognized arguments",
      "vLLM refuses an argument: mend KV_VLLM_EXTRA_ARGS in .env"),
@@ -31,7 +33,8 @@ _TABLE: tuple[tuple[str, str], ...] = (
      "Docker cannot reach the GPU: install the NVIDIA container toolkit, or set KV_DEVICE=cpu in .env"),
     (r"pull access denied|manifest unknown|No such image|failed to resolve reference",
      "an image is missing: `make build`, or `make pull` with a registry that has it"),
-    (r"bind source path does not exist|invalid mount config", "a folder that .env names is gone: run `make up`, which makes or names it"),
+    (r"bind source path does not exist|invalid mount config",
+     "a folder that .env names is gone: run `make up`, which makes or names it"),
 )  # fmt: skip
 
 

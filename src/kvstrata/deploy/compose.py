@@ -118,7 +118,8 @@ class Compose:
     def logs(self, service: str | None = None, tail: int | None = None) -> str:
         """Log text, oldest first; of one service without its name before each line."""
         prefix = ["--no-log-prefix", service] if service else []
-        return self._compose("logs", "--no-color", *_tail(tail), *prefix).stdout
+        text = self._compose("logs", "--no-color", *_tail(tail), *prefix).stdout
+        return text.replace("\x1b[2K", "")  # Compose before 5 clears the line even where there is no terminal
 
     def show_logs(self, service: str = "", tail: int | None = None, follow: bool = False) -> None:
         """Logs straight to the terminal; with `follow` until Ctrl-C."""
@@ -215,15 +216,21 @@ class Compose:
         if said or not bad:  # compose itself could not create or start something
             lines = "\n".join(output.strip().splitlines()[-LOG_LINES:])
             return StackFailed("docker compose up", "ended with an error", lines, said or causes.UNKNOWN)
-        return self._stack_failed(bad[0], _shown(bad[0]))
+        return self._stack_failed(bad[0], f"{_shown(bad[0])}, not healthy")
 
     def _stack_failed(self, state: ServiceState, reason: str) -> StackFailed:
-        log = self._docker("logs", "--tail", str(LOG_LINES), state.container_id, check=False)
+        text = self._merged("docker", "logs", "--tail", str(LOG_LINES), state.container_id)
         details = self._inspect([state.container_id])
         if details and details[0]["State"].get("OOMKilled"):
             reason += " (out of memory)"
-        text = log.stdout + log.stderr
-        return StackFailed(state.service, reason, text, causes.likely(f"{reason}\n{text}"))
+        default = causes.SLOW if state.health == "starting" else causes.UNKNOWN
+        return StackFailed(state.service, reason, text, causes.likely(f"{reason}\n{text}", default))
+
+    def _merged(self, *argv: str) -> str:
+        """Both streams of a command in the order in which they were written."""
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, errors="replace", check=False)  # fmt: skip
+        return done.stdout
 
     def _states(self) -> list[ServiceState]:
         done = self._compose("ps", "--all", "--format", "json", check=False)

@@ -1,7 +1,7 @@
 """The dotenv dialect of docker compose: reading it with line numbers, and writing values that read back the same.
 
-Both Compose 2.24.7 and 5.6.1 read a value so: 'single quotes' are literal; "double quotes" know backslash escapes and $;
-no quotes end at " #" and know $. tests/compose runs this module and both versions over one table of values.
+Compose 2.24.7 and 5.6.1 alike read a value so: 'single quotes' are literal; "double quotes" know backslash escapes and
+$; without quotes it ends at " #" and knows $. tests/compose runs this module and both versions over one table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Entry:
 
 
 def parse(path: Path, environ: Mapping[str, str]) -> list[Entry]:
-    """Entries of the file, in order. `environ` feeds $NAME. Raises KvError with file:line for a line compose would refuse."""
+    """Entries of the file, in order. `environ` feeds $NAME. KvError with file:line for a line compose would refuse."""
     return parse_text(path.read_text(encoding="utf-8"), str(path), environ)
 
 
@@ -81,7 +81,9 @@ def _value(raw: str, at: str, names: Mapping[str, str]) -> str:
         body = raw[1:end]
         return body if raw[0] == "'" else _double(body, at, names)
     if raw.startswith("#"):  # compose takes the comment for the value: a blank knob would silently be "# …"
-        raise KvError(f"{at}: a comment right after =", "the comment on a line of its own", "move or delete the comment")
+        raise KvError(
+            f"{at}: a comment right after =", "the comment on a line of its own", "move or delete the comment"
+        )
     plain = re.split(r"\s#", raw, maxsplit=1)[0].rstrip()
     return _expand(plain, at, names)
 

@@ -46,7 +46,7 @@ def set_blank(root: Path, values: Mapping[str, str]) -> list[str]:
 
 
 def set_value(root: Path, key: str, value: str) -> bool:
-    """Write one user knob in place, whatever it says now (a verb that the user called decides it); True if it changed."""
+    """Write one user knob in place, whatever it says now: the verb that was called decides. True if it changed."""
     return _set(root, key, value, keep=False)
 
 

@@ -1,7 +1,7 @@
 """Which compose files make a stack: one file a layer, chosen by KV_PERSIST, KV_LAYERS and KV_DEVICE.
 
-A layer file says in its header what it needs (`# needs: lmcache`). A new storage or observability layer is a new file in
-compose/; nothing here has to change for it.
+A layer file says in its header what it needs (`# needs: lmcache`). A new storage or observability layer is a new file
+in compose/; nothing here has to change for it.
 """
 
 from __future__ import annotations
@@ -73,16 +73,18 @@ def selectable(root: Path) -> tuple[str, ...]:
 def resolve(settings: Settings) -> list[Path]:
     """Absolute compose files in the order in which compose has to read them.
 
-    KV_PERSIST=0 gives vLLM and its device layer only, whatever KV_LAYERS says (but a name that does not exist is still refused).
+    KV_PERSIST=0 gives vLLM and its device layer only, whatever KV_LAYERS says; an unknown name is refused all the same.
     Raises KvError for an unknown layer, an undecided device or a layer without what it needs.
     """
     known = selectable(settings.root)
     for name in settings.layers:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise KvError(f"KV_LAYERS={','.join(settings.layers)}: no layer {name!r}",
-                          "layers out of: " + (", ".join(known) or "(none)"),
-                          f"write {near[0]} for {name} in .env" if near else f"take {name} out of KV_LAYERS in .env")  # fmt: skip
+            raise KvError(
+                f"KV_LAYERS={','.join(settings.layers)}: no layer {name!r}",
+                "layers out of: " + (", ".join(known) or "(none)"),
+                f"write {near[0]} for {name} in .env" if near else f"take {name} out of KV_LAYERS in .env",
+            )
     if settings.device not in DEVICE_LAYERS:
         raise KvError("KV_DEVICE is blank", "one of " + ", ".join(DEVICE_LAYERS),
                       "run `make up`, which looks and stores it, or set KV_DEVICE in .env")  # fmt: skip
@@ -108,19 +110,22 @@ def check(files: Iterable[Path]) -> list[Layer]:
             raise KvError(f"layer {layer.name} is named twice", "each layer once", "take one out of KV_LAYERS in .env")
         lacking = [need for need in layer.needs if need not in before]
         if lacking:
-            raise KvError(f"layer {layer.name} without {', '.join(lacking)}", f"{path.name} needs: {', '.join(layer.needs)}",
-                          f"put {', '.join(lacking)} before {layer.name} in KV_LAYERS in .env")  # fmt: skip
+            raise KvError(
+                f"layer {layer.name} without {', '.join(lacking)}",
+                f"what {path.name} needs: {', '.join(layer.needs)}",
+                f"put {', '.join(lacking)} before {layer.name} in KV_LAYERS in .env",
+            )
         layers.append(layer)
     return layers
 
 
 def compose_file(root: Path, files: Iterable[Path]) -> str:
-    """Value of COMPOSE_FILE. Relative to the root: .env is only read from there anyway, and the checkout may be moved."""
+    """Value of COMPOSE_FILE. Relative to the root: .env is read from there only, and the checkout may be moved."""
     return ":".join(str(path.relative_to(root)) for path in files)
 
 
 def all_combinations(root: Path) -> list[list[Path]]:
-    """Every stack that settings can ask for: each device, without the cache, and with each subset of the storage layers.
+    """Every stack that settings can ask for: each device, without the cache and with each subset of the storage layers.
 
     Subsets that lack what one of their layers needs are left out: `resolve` refuses them.
     """

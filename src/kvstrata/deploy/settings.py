@@ -1,7 +1,7 @@
 """The knobs of .env, typed and checked.
 
-`load` is the only door. It reads the file, lets the process environment win for known knobs (as docker compose does) and
-refuses what it does not know, so that a misspelt knob can never be silently without effect.
+`load` is the only door. It reads the file, lets the process environment win for known knobs (as docker compose does)
+and refuses what it does not know, so that a misspelt knob can never be silently without effect.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 import socket
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def check(service: str, paths: Paths | None = None, port: int = 8000) -> int:
         elif service == "lmcache":
             _get(_SocketConnection(paths.http_socket), "/healthcheck")
         elif service == "hold":
-            os.stat("/dev/shm")
+            pass  # it answers by running this check
         else:
             print(f"no service {service!r}: vllm, lmcache or hold", flush=True)
             return 2

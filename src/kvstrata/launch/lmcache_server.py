@@ -1,7 +1,8 @@
-"""python -m kvstrata.launch.lmcache_server SOCKET <arguments of lmcache>: the stock server with its HTTP on a UNIX socket.
+"""python -m kvstrata.launch.lmcache_server SOCKET <lmcache arguments>: the stock server, its HTTP on a UNIX socket.
 
-LMCache's HTTP has no setting for one, and POST /run_script runs code for whoever reaches the port (0.5.3). http_server.py:249
-makes a `uvicorn.Config` with host and port: that one call is redirected, nothing else of LMCache is touched.
+LMCache's HTTP has no setting for one, and POST /run_script runs code for whoever reaches the port (0.5.3).
+http_server.py:249 makes a `uvicorn.Config` with host and port: that one call is redirected. Besides it the L1 guard of
+kvstrata.connector is installed; nothing else of LMCache is touched.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def bind_http_to(path: Path) -> None:
             reserve_socket(path)
             super().__init__(app, uds=str(path), log_level=log_level, access_log=False)
 
-    uvicorn.Config = SocketConfig  # type: ignore[misc]
+    uvicorn.Config = SocketConfig
 
 
 def reserve_socket(path: Path, mode: int = 0o660) -> None:
-    """Leave a closed socket with `mode` at `path`: uvicorn replaces a socket and takes over its mode (else it gives 0666)."""
+    """Leave a dead socket with `mode` at `path`: uvicorn replaces a socket and keeps its mode, else it gives 0666."""
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as placeholder:
         placeholder.bind(str(path))

@@ -1,7 +1,7 @@
 """Keep one child process running: forward signals, restart it with back-off, stop trying after too many crashes.
 
-A container's restart policy has no limit that survives a reboot (moby#47846), so the limit is here. After it the container
-stays up in a failed state that its health check explains, instead of burning the machine in a loop.
+A container's restart policy has no limit that survives a reboot (moby#47846), so the limit is here. After it the
+container stays up in a failed state that its health check explains, instead of burning the machine in a loop.
 """
 
 from __future__ import annotations
@@ -41,8 +41,17 @@ class Supervisor:
     `run` returns the exit code for the container: 0 after a stop that was asked for.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], failed_file: Path, *, env: Mapping[str, str] | None = None,
-                 limits: Limits | None = None, umask: int = -1, prepare: Callable[[], None] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        failed_file: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+        umask: int = -1,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         self._name, self._argv, self._failed_file = name, list(argv), failed_file
         self._env, self._limits, self._umask, self._prepare = env, limits or Limits(), umask, prepare
         self._child: subprocess.Popen[bytes] | None = None
@@ -66,8 +75,8 @@ class Supervisor:
             while crashes and now - crashes[0] > self._limits.window:
                 crashes.popleft()
             if len(crashes) > self._limits.restarts:
-                return self._give_up(f"{why}, and {self._limits.restarts} restarts within {self._limits.window:.0f} s did not "
-                                     "help; the lines above say why")  # fmt: skip
+                tried = f"{self._limits.restarts} restarts within {self._limits.window:.0f} s"
+                return self._give_up(f"{why}, and {tried} did not help; the lines above say why")
             pause = min(self._limits.first * 2 ** (len(crashes) - 1), self._limits.longest)
             _say(f"{why}; restart {len(crashes)} of {self._limits.restarts} in {pause:g} s")
             self._sleep(pause)
@@ -114,7 +123,7 @@ class Supervisor:
 
 
 def failed_state(why: str, failed_file: Path) -> int:
-    """Say why once, leave it for the health check, and wait to be stopped. Returns 0 then (a stop that was asked for)."""
+    """Say why once, leave it for the health check, and wait to be stopped. Returns 0 then: the stop was asked for."""
     line = f"kvstrata failed: {' '.join(why.split())}"
     _say_raw(line)
     with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ __all__ = ["build_argv", "run"]
 
 CONNECTOR = {"kv_connector": "KvstrataConnector", "kv_connector_module_path": "kvstrata.connector"}
 V1_CONNECTOR = "LMCacheConnectorV1"
-#: KV_TRANSFER_MODE -> what the vLLM side asks for. Pickle is the server's doing: without a pool engine_driven falls back to it.
+#: KV_TRANSFER_MODE -> what vLLM's side asks for. Pickle is the server's doing: engine_driven without a pool is pickle.
 _MODES = {"auto": None, "engine_driven": "engine_driven", "lmcache_driven": "lmcache_driven", "pickle": "engine_driven"}
 
 
@@ -36,7 +36,7 @@ def build_argv(args: Sequence[str], env: Mapping[str, str], paths: Paths) -> lis
     """`args` plus --kv-transfer-config. Raises ConfigError if they choose a connector themselves."""
     for arg in args:
         if arg.split("=", 1)[0].replace("_", "-").startswith("--kv-transfer-config"):
-            raise ConfigError(f"vLLM's arguments hold {arg.split('=', 1)[0]}, needed none: kvstrata adds its own connector; "
+            raise ConfigError(f"vLLM's arguments hold {arg.split('=', 1)[0]}, needed none: the launcher adds its own; "
                               "take it out of KV_VLLM_EXTRA_ARGS, or set KV_PERSIST=0")  # fmt: skip
         if V1_CONNECTOR in arg:
             raise ConfigError(f"vLLM's arguments name {V1_CONNECTOR}, which keeps no cache over a restart; "
@@ -75,7 +75,7 @@ def connector_config(env: Mapping[str, str], paths: Paths) -> dict[str, object]:
 
 
 def check_identity(expected: str, paths: Paths) -> None:
-    """Refuse a model folder other than the one KV_IDENTITY was computed from: its blocks would be served as if they fitted."""
+    """Refuse a model folder other than the one KV_IDENTITY stands for: its blocks would be taken for that one's."""
     if not re.fullmatch(r"[0-9a-f]{16,128}", expected):
         raise ConfigError(f"KV_IDENTITY={expected!r} is no digest; run `make up`, which writes it to .env")
     from kvstrata.deploy import identity  # late: a health check never needs it
