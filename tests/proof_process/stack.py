@@ -6,13 +6,17 @@ SIGKILL to the process group of the server, which is what a container's death is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from kvstrata.proof.client import VllmClient
+from kvstrata.proof.control import wait_until
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -51,7 +55,9 @@ class ProcessStack:
             return [
                 str(self.venv / "bin/lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.mq),
                 "--http-host", "127.0.0.1", "--http-port", str(self.http), "--l1-size-gb", str(self._l1_gb),
-                "--eviction-policy", "LRU", "--chunk-size", str(self._chunk), "--shm-name", f"proof{self.port}",
+                "--no-l1-use-lazy",
+                "--l2-prefetch-policy", "retain", "--eviction-policy", "LRU", "--chunk-size", str(self._chunk),
+                "--shm-name", f"proof{self.port}",
                 "--l2-adapter", adapter,
             ]  # fmt: skip
         argv = [
@@ -105,6 +111,20 @@ class ProcessStack:
         done = subprocess.run(command, env=self.env(), capture_output=True, text=True, check=False)
         return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """vLLM without the connector, as bench wants it."""
+        client = VllmClient(self.vllm_url)
+        self.kill(["vllm"])
+        self._connector = False
+        self.start(["vllm"])
+        wait_until(client.healthy, "vllm", 300)
+        yield
+        self.kill(["vllm"])
+        self._connector = True
+        self.start(["vllm"])
+        wait_until(client.healthy, "vllm", 300)
+
     # -- the test's own -----------------------------------------------------------------------------------------
 
     def pid(self, service: str) -> int:
@@ -123,7 +143,5 @@ class ProcessStack:
 
     def _signal(self, service: str, number: int) -> None:
         if process := self._processes.get(service):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-            except ProcessLookupError:
-                pass

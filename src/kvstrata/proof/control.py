@@ -59,6 +59,8 @@ class Target:
     chunk_size: int
     control: Control
     wait_timeout_s: float = 300.0
+    locked_chunk: int | None = None
+    """chunk_size of versions.lock; None is not compared."""
     files_digest: str = ""
     """KV_IDENTITY of .env; "" is not compared."""
 

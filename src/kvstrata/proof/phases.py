@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -75,13 +76,17 @@ class Prover:
 
     def warm_up(self) -> bool:
         """An unrelated request of a little over one chunk. True if vLLM asked LMCache for it."""
-        fresh = [b % 250 + 3 for b in secrets.token_bytes(self.chunk + 1)]
-        self._sent.append(tuple(fresh))
+        fresh = self._unrelated(self.chunk + 1)
         try:
             _, hits = self._meter.measure(lambda: self._vllm.complete(fresh, 2, keep=False))
         except RequestFailed:
             return False
         return hits.looked_up_tokens > 0
+
+    def _unrelated(self, length: int) -> list[int]:
+        fresh = [byte % 250 + 3 for byte in secrets.token_bytes(length)]
+        self._sent.append(tuple(fresh))
+        return fresh
 
     def ask(self, prompt: Tokens) -> Completion:
         """An untimed request (a yardstick)."""
@@ -96,7 +101,9 @@ class Prover:
         self.at = name
         if self._before:
             self._before(name)
-        self.warm_up()
+        # Shorter than a chunk: it wakes the engine and asks LMCache for nothing.
+        with contextlib.suppress(RequestFailed):
+            self._vllm.complete(self._unrelated(32), 2, keep=False)
         self._sent.append(tuple(prompt))
         send = self._vllm.complete_counted if self._counted else self._vllm.complete
         expected = prompts.expected_hits(len(prompt), self.chunk, self.block, source)

@@ -26,6 +26,8 @@ _L2_SUBMITTED = "lmcache_mp_l2_store_submitted_requests_total"
 _L2_COMPLETED = "lmcache_mp_l2_store_completed_requests_total"
 _LOOKED_UP = "lmcache_mp_lookup_requested_tokens_total"
 _STARTED = "process_start_time_seconds"
+_LAST_LOOK_S = 0.5
+_QUIET_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Meter:
             if counted and hits.external_tokens and not hits.l2_chunks and not last_look:
                 # Not from L2, as far as LMCache's queue has been drained: look once more before saying L1.
                 last_look = True
-                time.sleep(0.5)
+                time.sleep(_LAST_LOOK_S)
                 continue
             if counted or time.monotonic() > deadline:
                 return answer, hits
@@ -140,9 +142,9 @@ def wait_for_stores(
         idle, reading = stores_idle(lmcache)
         now = time.monotonic()
         quiet_since = (quiet_since or now) if idle else None
-        if quiet_since is not None and now - quiet_since >= 0.5:
+        if quiet_since is not None and now - quiet_since >= _QUIET_S:
             stored = count() if count else None
-            if (stored is not None and stored >= chunks) or (stored is None and now - quiet_since >= 1.5):
+            if (stored is not None and stored >= chunks) or (stored is None and now - quiet_since >= 3 * _QUIET_S):
                 return
         if now > deadline:
             have = "an unknown number of" if stored is None else str(stored)
@@ -150,4 +152,4 @@ def wait_for_stores(
                 f"stores not finished after {deadline_s:.0f} s: found {have} blocks stored, {reading}; "
                 f"needed {chunks} blocks and an idle pipeline"
             )
-        time.sleep(0.25)
+        time.sleep(_QUIET_S / 2)

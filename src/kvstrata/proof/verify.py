@@ -25,6 +25,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvstrata.deploy import lock
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
 from kvstrata.proof.checks import guard_problems, read_guard
@@ -40,6 +41,7 @@ FULL = ("cold", "warm_l0", "unseen", "other_salt", "restart_vllm", "restart_lmca
 LIVE = ("cold", "warm_l0", "unseen", "other_salt", "live_l1", "live_l2")
 _PROMPT_TOKENS = {False: 3000, True: 900}
 _ANSWER_TOKENS = {False: 64, True: 12}
+_BUSY_LOOK_S = 1.0
 
 
 def run(
@@ -69,6 +71,7 @@ def run(
         chunk_size=settings.chunk_size,
         control=DockerControl(settings, root),
         wait_timeout_s=settings.wait_timeout,
+        locked_chunk=lock.load(root).chunk_size,
         files_digest=settings.managed.get("KV_IDENTITY", ""),
     )
     report = prove(target, live=live, force=force, before=before)
@@ -107,7 +110,7 @@ def _busy(vllm: VllmClient) -> int:
     finished = vllm.samples().sum("vllm:request_success_total")
     most = vllm.in_flight()
     for _ in range(4):
-        time.sleep(0.25)
+        time.sleep(_BUSY_LOOK_S / 4)
         most = max(most, vllm.in_flight())
     return max(most, int(vllm.samples().sum("vllm:request_success_total") - finished))
 
@@ -131,7 +134,10 @@ def _prove_once(
         chunk_size=target.chunk_size,
         live=live,
         phases=(),
-        failures=tuple(guard_problems(guard, status, target.chunk_size, target.files_digest)),
+        failures=(
+            *guard_problems(guard, status, target.chunk_size, target.files_digest),
+            *_lock_problems(target, facts),
+        ),
         started_at=started,
         planned=LIVE if live else FULL,
     )
@@ -158,6 +164,14 @@ def _prove_once(
         planned=planned,
         duration_s=time.monotonic() - began,
     )
+
+
+def _lock_problems(target: Target, facts: EngineFacts) -> list[str]:
+    """The lock's chunk size is what was tested. A hybrid's chunk is the block that vLLM derives, so it may differ."""
+    locked, chunk = target.locked_chunk, target.chunk_size
+    if locked is None or chunk in (locked, facts.block_size):
+        return []
+    return [f"chunk size: found: {chunk} (KV_CHUNK_SIZE); needed: {locked} (versions.lock)"]
 
 
 def _full(prover: Prover, length: int, exact: bool) -> None:

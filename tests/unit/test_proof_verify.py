@@ -1,0 +1,173 @@
+"""The proof passes on a sound stack and fails, naming the phase, on each fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.unit.proof_sim import CHUNK, SimStack
+
+from kvstrata.deploy.errors import KvError
+from kvstrata.proof import phases, sources, verify
+from kvstrata.proof.control import Target
+from kvstrata.proof.report import Report
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimStack]:
+    monkeypatch.setattr(verify, "_PROMPT_TOKENS", {False: 200, True: 140})
+    monkeypatch.setattr(phases, "wait_for_stores", lambda *args: sources.wait_for_stores(*args, deadline_s=0.5))
+    times = ((sources, "_LAST_LOOK_S", 0.01), (sources, "_QUIET_S", 0.02), (verify, "_BUSY_LOOK_S", 0.1))
+    for module, name, value in times:
+        monkeypatch.setattr(module, name, value)
+    simulated = SimStack()
+    yield simulated
+    simulated.close()
+
+
+def _target(stack: SimStack, **changes: object) -> Target:
+    return dataclasses.replace(Target(stack.vllm_url, stack.lmcache_url, "cpu", CHUNK, stack, 10), **changes)  # type: ignore[arg-type]
+
+
+def _failing(report: Report) -> set[str]:
+    return {failure.split(":")[0] for failure in report.all_failures}
+
+
+def test_full_proof_of_a_sound_stack(stack: SimStack) -> None:
+    report = verify.prove(_target(stack))
+    assert report.all_failures == ()
+    assert report.exit_code == 0
+    assert [(p.name, p.source) for p in report.phases] == [
+        ("cold", "none"), ("warm_l0", "l0"), ("unseen", "none"), ("other_salt", "none"),
+        ("restart_vllm", "l1"), ("restart_lmcache", "l2"), ("restart_both", "l2"),
+    ]  # fmt: skip
+    # Two vLLM restarts in all, and lmcache dies alone once with vLLM untouched.
+    assert [entry[1:] for entry in stack.log if entry[0] == "kill"] == [("vllm",), ("lmcache",), ("lmcache", "vllm")]
+    assert not stack.l1 | stack.l2, "own blocks are removed"
+
+
+def test_live_proof_reads_every_tier_and_kills_nothing(stack: SimStack) -> None:
+    report = verify.prove(_target(stack), live=True)
+    assert report.all_failures == ()
+    assert {p.name: p.source for p in report.phases}["live_l1"] == "l1"
+    assert {p.name: p.source for p in report.phases}["live_l2"] == "l2"
+    assert stack.log == []
+    assert not stack.l1 | stack.l2
+
+
+def test_json_has_the_documented_shape(stack: SimStack, tmp_path: Path) -> None:
+    report = verify.prove(_target(stack))
+    report.write(tmp_path / "sub" / "verify.json")
+    written = json.loads((tmp_path / "sub" / "verify.json").read_text())
+    assert {"passed", "worth_it", "device", "pair", "model", "prompt_tokens", "chunk_size", "phases"} <= written.keys()
+    assert all(
+        phase.keys() == {"name", "ttft_s", "hit_tokens", "expected_hit_tokens", "source", "text_sha256", "equal"}
+        for phase in written["phases"]
+    )
+    assert written["passed"] is True
+    report.render(Console(quiet=True))
+
+
+def _set(name: str, value: object) -> Callable[[SimStack], None]:
+    return lambda stack: setattr(stack, name, value)
+
+
+@pytest.mark.parametrize(
+    ("phase", "damage", "failing", "said"),
+    [
+        ("cold", _set("guard", False), {"guard"}, "no report of the scheduler"),
+        ("cold", _set("model_name", "tiny"), {"guard"}, "engine named tiny"),
+        ("restart_lmcache", _set("corrupt", True), {"restart_lmcache", "restart_both"}, "answer differs"),
+        ("restart_both", _set("corrupt", True), {"restart_both"}, "answer differs"),
+        ("restart_lmcache", lambda s: s.l2.clear(), {"restart_lmcache", "restart_both"}, "cached tokens: found: 0"),
+        ("restart_both", lambda s: s.l2.clear(), {"restart_both"}, "cached tokens: found: 0"),
+        ("restart_vllm", lambda s: s.l1.clear(), {"restart_vllm"}, "source: found: l2; needed: l1"),
+        ("unseen", _set("noise", True), None, "counters moved by other requests"),
+    ],
+)
+def test_each_fault_fails_by_name(
+    stack: SimStack, phase: str, damage: Callable[[SimStack], None], failing: set[str] | None, said: str
+) -> None:
+    if phase == "cold":
+        damage(stack)
+    report = verify.prove(_target(stack), before=lambda name: damage(stack) if name == phase else None)
+    assert report.exit_code == 1
+    assert failing is None or _failing(report) == failing
+    assert said in " ".join(report.all_failures)
+
+
+def test_stores_that_never_reach_l2_name_the_phase_and_the_stack_is_left_up(stack: SimStack) -> None:
+    stack.store_lost = True
+    report = verify.prove(_target(stack))
+    assert report.exit_code == 1
+    assert "restart_vllm: stores not finished" in report.all_failures[0]
+    assert "restart_both: found: did not run; needed: to run" in report.all_failures
+    assert all(entry[0] != "kill" for entry in stack.log)
+
+
+def test_no_connector_fails_and_says_so(stack: SimStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "Meter", lambda vllm, lmcache: sources.Meter(vllm, lmcache, settle_s=0.1))
+    stack.connector = stack.guard = False
+    report = verify.prove(_target(stack), live=True)
+    assert "guard: found: no engine registered with LMCache" in " ".join(report.all_failures)
+    assert "vLLM did not ask LMCache" in " ".join(report.all_failures)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"locked_chunk": 64}, "chunk size: found: 32 (KV_CHUNK_SIZE); needed: 64 (versions.lock)"),
+        ({"chunk_size": 64}, "chunk size: found: 32 in LMCache; needed: 64 (settings)"),
+    ],
+)
+def test_another_chunk_size_fails(stack: SimStack, changes: dict[str, object], said: str) -> None:
+    report = verify.prove(_target(stack, **changes), live=True)
+    assert report.exit_code == 1
+    assert said in report.all_failures
+
+
+def test_in_16_bit_types_the_prefix_cache_run_is_the_yardstick(stack: SimStack) -> None:
+    stack.dtype = "torch.bfloat16"
+    report = verify.prove(_target(stack))
+    assert report.all_failures == ()
+
+
+def test_requests_of_others_refuse_a_run_that_kills(stack: SimStack) -> None:
+    stack.running = 1
+    with pytest.raises(KvError) as refused:
+        verify.prove(_target(stack))
+    assert refused.value.exit_code == 2
+    assert "--force" in refused.value.fix
+    assert stack.log == []
+
+
+def test_live_and_forced_runs_count_by_request_while_others_are_served(stack: SimStack) -> None:
+    stack.running = 1
+    stack.noise = True
+    assert verify.prove(_target(stack), live=True).all_failures == ()
+    assert verify.prove(_target(stack), force=True).all_failures == ()
+
+
+def test_live_run_that_is_disturbed_starts_again_with_counts_by_request(stack: SimStack) -> None:
+    stack.noise = True
+    report = verify.prove(_target(stack), live=True)
+    assert report.all_failures == ()
+    assert any("others used the server" in note for note in report.notes)
+
+
+def test_traffic_of_the_last_second_counts_as_in_flight(stack: SimStack) -> None:
+    def later() -> None:
+        time.sleep(0.04)
+        stack.running = 1
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    with pytest.raises(KvError):
+        verify.prove(_target(stack))
+    thread.join()
