@@ -49,13 +49,14 @@ def gguf_bytes(fields: dict[str, Any], tensors: dict[str, Blob]) -> bytes:
     return head + bytes(-len(head) % 32) + body
 
 
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(97, 123)), "ab", "abc", "é"]
 FIELDS: dict[str, Any] = {
     "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 512,
     "llama.embedding_length": HIDDEN, "llama.feed_forward_length": FFN, "llama.attention.head_count": HEADS,
     "llama.attention.head_count_kv": KV_HEADS, "llama.rope.freq_base": 100000.0,
     "llama.attention.layer_norm_rms_epsilon": 1e-05, "llama.vocab_size": VOCAB, "tokenizer.ggml.add_bos_token": False,
     "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(97, 123)), "ab", "abc", "é"],
+    "tokenizer.ggml.tokens": TOKENS,
     "tokenizer.ggml.token_type": [3, 3, 3] + [1] * 29, "tokenizer.ggml.merges": ["a b", "ab c"],
     "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
     "tokenizer.ggml.padding_token_id": 2, "tokenizer.chat_template": "{{ messages }}",
