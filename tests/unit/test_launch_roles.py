@@ -108,6 +108,20 @@ def test_a_model_folder_other_than_the_planned_one_is_refused(tmp_path: Path) ->
         vllm.check_identity("x", paths)
 
 
+def test_what_an_earlier_vllm_left_is_removed_and_the_cache_servers_pool_is_not(tmp_path: Path) -> None:
+    run, shm = tmp_path / "run", tmp_path / "shm"
+    for folder, names in (
+        (run, ["guard-worker.json", "failed"]),
+        (shm, ["psm_1a", "lmcache_kv_7_0", "lmcache_l1_pool_kvstrata"]),
+    ):
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+    vllm.clean_up(Paths(run=run, shm=shm))
+    assert [path.name for path in run.iterdir()] == ["failed"]
+    assert [path.name for path in shm.iterdir()] == ["lmcache_l1_pool_kvstrata"]
+
+
 def test_the_cache_server_has_a_shared_pool_of_a_fixed_name_and_the_planned_size(tmp_path: Path) -> None:
     argv = lmcache.build_argv(CACHE_ENV, Paths())
     options = dict(zip(argv[1::2], argv[2::2], strict=False))

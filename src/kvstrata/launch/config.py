@@ -24,6 +24,7 @@ class Paths:
     state: Path = field(default=Path("/run/kvstrata-state"))
     salt_key: Path = field(default=Path("/run/secrets/kv_salt_key"))
     cache: Path = field(default=Path("/cache"))
+    shm: Path = field(default=Path("/dev/shm"))  # noqa: S108 - the volume that vllm and lmcache share
 
     @property
     def failed(self) -> Path:

@@ -7,12 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from kvstrata.launch.config import ConfigError, Paths, number, required, whole
 from kvstrata.launch.supervise import Supervisor, failed_state
 
-__all__ = ["build_argv", "run"]
+__all__ = ["build_argv", "clean_up", "run"]
 
 CONNECTOR = {"kv_connector": "KvstrataConnector", "kv_connector_module_path": "kvstrata.connector"}
 V1_CONNECTOR = "LMCacheConnectorV1"
@@ -28,8 +27,7 @@ def run(args: Sequence[str], env: Mapping[str, str] = os.environ, paths: Paths |
         argv = ["vllm", *build_argv(args, env, paths)]
     except ConfigError as error:
         return failed_state(str(error), paths.failed)
-    # What the guard of an earlier process said must not be taken for this one's.
-    return Supervisor("vllm", argv, paths.failed, prepare=lambda: _forget(paths.run)).run()
+    return Supervisor("vllm", argv, paths.failed, prepare=lambda: clean_up(paths)).run()
 
 
 def build_argv(args: Sequence[str], env: Mapping[str, str], paths: Paths) -> list[str]:
@@ -93,8 +91,15 @@ def _short(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def _forget(folder: Path) -> None:
-    for path in folder.glob("guard-*.json"):
+def clean_up(paths: Paths) -> None:
+    """Remove what an earlier vLLM left: reports that would be taken for this one's, segments that fill /dev/shm.
+
+    A killed vLLM leaves psm_* (message queues, hundreds of MB), and lmcache_kv_* in lmcache_driven mode, in the volume
+    that outlives it. Both are made by vLLM's processes only (LMCache 0.5.3's server makes lmcache_l1_pool_*), and none of
+    those runs now: one vLLM a volume.
+    """
+    left = [*paths.run.glob("guard-*.json"), *paths.shm.glob("psm_*"), *paths.shm.glob("lmcache_kv_*")]
+    for path in left:
         try:
             path.unlink()
         except OSError as error:
