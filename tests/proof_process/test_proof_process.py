@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +60,27 @@ def test_a_foreign_block_survives_the_cleaning(sound: ProcessStack) -> None:
     wait_until(lambda: len(list(sound.l2.iterdir())) == 1, "stored", 20)
     verify.prove(_target(sound), live=True)
     assert len(list(sound.l2.iterdir())) == 1
+
+
+def test_live_passes_while_others_are_served(sound: ProcessStack) -> None:
+    stop = threading.Event()
+    served: list[int] = []
+
+    def others() -> None:
+        client = VllmClient(sound.vllm_url)
+        while not stop.wait(0.2):
+            served.append(client.complete([9, len(served) % 4000 + 3] * 20, 2).prompt_tokens)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        report = verify.prove(_target(sound), live=True)
+    finally:
+        stop.set()
+        thread.join()
+    assert report.all_failures == ()
+    assert len(served) > 5
+    assert any("others used the server" in note for note in report.notes)
 
 
 def test_another_chunk_size_than_claimed_fails(sound: ProcessStack) -> None:

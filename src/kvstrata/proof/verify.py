@@ -146,6 +146,12 @@ def _prove_once(
                             "the time to the whole answer")  # fmt: skip
     try:
         (_live if live else _full)(prover, length, guard.exact_text)
+        if not live:
+            # The processes are new ones by now: the guard must be in them as well.
+            again = guard_problems(
+                read_guard(target.control), lmcache.status(), target.chunk_size, target.files_digest
+            )
+            prover.failures += [f"after the restarts: {problem}" for problem in again if problem not in report.failures]
     except StoresStuck as stuck:
         prover.failures.append(f"{prover.at}: {stuck}")
     except KvError as error:
