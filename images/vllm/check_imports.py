@@ -20,7 +20,8 @@ MODULES = (
     "lmcache.integration.vllm.lmcache_mp_connector",
     "lmcache.v1.multiprocess.server",
 )
-DEVICE_MODULES = {"cpu": ("vllm.v1.worker.cpu_worker",), "gpu": ("vllm.v1.worker.gpu_worker",)}
+# vllm._C is imported by name: vLLM itself only warns when it does not load.
+DEVICE_MODULES = {"cpu": ("vllm._C", "vllm.v1.worker.cpu_worker"), "gpu": ("vllm.v1.worker.gpu_worker",)}
 
 for name in MODULES:
     importlib.import_module(name)
