@@ -211,6 +211,12 @@ def test_a_knob_that_cannot_work_is_refused_by_name(tmp_path: Path, env: dict[st
     assert error.value.fix
 
 
+def test_the_limit_has_room_for_the_logits_of_a_whole_step(tmp_path: Path) -> None:
+    """prompt_logprobs asks for vocabulary x batch x 4 bytes, twice: a client must not be able to get vLLM killed."""
+    small, large = (make(tmp_path / str(n), SMOLLM | {"vocab_size": n}) for n in (1000, 151_936))
+    assert large.vllm_mem - small.vllm_mem >= 2 * 4 * 2048 * 150_000
+
+
 def test_memory_knobs_win_and_are_said(tmp_path: Path) -> None:
     made = make(tmp_path, KV_L1_GB="0.5", KV_VLLM_KV_GB="2", KV_VLLM_MEM_GB="8", KV_LMCACHE_MEM_GB="4", KV_L2_GB="7")
     assert (made.l1_gb, made.vllm_kv_gb, made.l2_gb) == (0.5, 2, 7)

@@ -48,7 +48,9 @@ def size(
     """All sizes; each decision adds its reason to `explain`. Raises KvError for a knob that cannot work."""
     length, kv_gb = _context(settings, arch, model, device, host, per_token, chunk, extra, explain)
     loaded = weights * DTYPE_BYTES[dtype] // DTYPE_BYTES[arch.dtype]
-    vllm_mem = _vllm(settings, device, loaded, kv_gb, explain)
+    # One request with prompt_logprobs makes the logits of a whole step, and their softmax: it must not kill the server.
+    step = extra.whole("--max-num-batched-tokens") or max(2048, chunk)
+    vllm_mem = _vllm(settings, device, loaded, kv_gb, 2 * 4 * step * arch.vocab_size, explain)
     l1_gb = _l1(settings, device, host, vllm_mem, per_token * chunk, explain)
     l1 = int(l1_gb * GIB)
     lmcache_mem = _round_up(l1 + LMCACHE_OWN)
@@ -113,10 +115,13 @@ def _context(
     return length, kv_gb
 
 
-def _vllm(settings: Settings, device: str, loaded: int, kv_gb: int, explain: list[str]) -> int:
+def _vllm(settings: Settings, device: str, loaded: int, kv_gb: int, logits: int, explain: list[str]) -> int:
     if device == "cpu":
-        need = _VLLM_OWN[device] + loaded * 5 // 4 + kv_gb * GIB
-        why = f"weights {loaded / GIB:.2g} and a quarter, KV {kv_gb}, {_VLLM_OWN[device] / GIB:g} of its own"
+        need = _VLLM_OWN[device] + loaded * 5 // 4 + kv_gb * GIB + logits
+        why = (
+            f"weights {loaded / GIB:.2g} and a quarter, KV {kv_gb}, logits of a step {logits / GIB:.2g}, "
+            f"{_VLLM_OWN[device] / GIB:g} of its own"
+        )
     else:
         # Weights pass through the page cache, which gives way; what stays are a few shards in flight.
         need = _VLLM_OWN[device] + loaded // 4
