@@ -136,6 +136,7 @@ def collect(settings: Settings, root: Path) -> Status:
         problems += _transfer_problems(settings, transfer)
         if "nvidia-lmcache" in settings.managed.get("COMPOSE_FILE", "") and seen[0] and seen[1]:
             problems += _namespace_problems(seen[0].namespaces, seen[1].namespaces)
+    cache = folder_bytes(settings.cache_dir)
     return Status(
         persist=settings.persist,
         device=settings.device,
@@ -145,11 +146,11 @@ def collect(settings: Settings, root: Path) -> Status:
         services=services,
         guard=guard,
         transfer=transfer,
-        tiers=tiers_of(server, lm_samples, v_samples, folder_bytes(settings.cache_dir)),
+        tiers=tiers_of(server, lm_samples, v_samples, cache),
         disk={
             "logs": log_bytes(service.container_id for service in services),
             "images": image_bytes(service.image for service in services),
-            "cache": folder_bytes(settings.cache_dir),
+            "cache": cache,
         },
         proof=last_proof(settings.reports_dir),
         problems=tuple(problems),
