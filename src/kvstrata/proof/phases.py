@@ -161,8 +161,8 @@ class Prover:
         wait_until(self._lmcache.healthy, "lmcache healthy", limit)
         wait_until(self._vllm.healthy, "vllm healthy", limit)
         self._down.clear()
-        wait_until(lambda: bool(registered_models(self._lmcache.status())), "vLLM registered with lmcache", 60)
-        wait_until(self.warm_up, "vLLM asks LMCache for its prompts", 60, every_s=1.0)
+        wait_until(lambda: bool(registered_models(self._lmcache.status())), "vLLM registered with lmcache", limit)
+        wait_until(self.warm_up, "vLLM asks LMCache for its prompts", limit, every_s=1.0)
 
     def restore(self) -> None:
         """Start what a failed run left down."""

@@ -124,7 +124,7 @@ def stores_idle(lmcache: LmcacheClient) -> tuple[bool, str]:
 
 
 def wait_for_stores(
-    lmcache: LmcacheClient, chunks: int, count: Callable[[], int | None] | None, deadline_s: float = 60.0
+    lmcache: LmcacheClient, chunks: int, count: Callable[[], int | None] | None, deadline_s: float = 120.0
 ) -> None:
     """Return once `chunks` blocks of the proof lie in the last tier and the store pipeline is idle.
 
