@@ -95,8 +95,8 @@ def clean_up(paths: Paths) -> None:
     """Remove what an earlier vLLM left: reports that would be taken for this one's, segments that fill /dev/shm.
 
     A killed vLLM leaves psm_* (message queues, hundreds of MB), and lmcache_kv_* in lmcache_driven mode, in the volume
-    that outlives it. Both are made by vLLM's processes only (LMCache 0.5.3's server makes lmcache_l1_pool_*), and none of
-    those runs now: one vLLM a volume.
+    that outlives it. Both are made by vLLM's processes only (LMCache 0.5.3's server makes lmcache_l1_pool_*), and none
+    of those runs now: one vLLM a volume.
     """
     left = [*paths.run.glob("guard-*.json"), *paths.shm.glob("psm_*"), *paths.shm.glob("lmcache_kv_*")]
     for path in left:
