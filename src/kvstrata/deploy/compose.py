@@ -14,12 +14,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 from kvstrata.deploy import causes
+from kvstrata.deploy.compose_ps import ServiceState, parse_ps
 from kvstrata.deploy.errors import CommandFailed, KvError
 from kvstrata.deploy.settings import MANAGED_KEYS, Settings
 
@@ -27,26 +27,7 @@ __all__ = ["Compose", "ServiceState", "StackFailed", "parse_ps"]
 
 FAILED_MARK = "kvstrata failed:"
 LOG_LINES = 30
-_POLL_S = 1.0
-
-
-@dataclass(frozen=True)
-class ServiceState:
-    """One container as `docker compose ps --all` shows it. `ports`: (host address, published, target)."""
-
-    service: str
-    container: str
-    container_id: str
-    image: str
-    state: str
-    health: str
-    exit_code: int
-    ports: tuple[tuple[str, int, int], ...]
-
-    @property
-    def ok(self) -> bool:
-        """Running, and healthy where there is a health check."""
-        return self.state == "running" and self.health in ("healthy", "")
+_POLL_S = 2.0  # each look costs two processes, on a machine that is busy loading a model
 
 
 class StackFailed(KvError):
@@ -79,9 +60,9 @@ class Compose:
         """Start or update the stack and wait until all of it is healthy (seconds; default KV_WAIT_TIMEOUT).
 
         Unchanged services are not touched; services of layers that were taken out are removed. A service in the
-        launcher's failed state ends the wait at once. Raises StackFailed. `on_note` gets one line of progress a second.
+        launcher's failed state ends the wait at once. Raises StackFailed. `on_note` gets progress at each look.
         """
-        for state, _ in self._failed():  # an earlier failure: a new container is a new try
+        for state, _ in self._failed(self._states()):  # an earlier failure: a new container is a new try
             self._docker("rm", "-f", state.container_id)
         args = [*self._command, *self._up_args(wait_timeout), *(services or ())]
         with tempfile.TemporaryFile(mode="w+") as output:
@@ -152,10 +133,11 @@ class Compose:
         """Return when all `services` are healthy. StackFailed after `timeout` s, or at once for a failed state."""
         end = time.monotonic() + timeout
         while True:
-            states = {state.service: state for state in self.ps()}
+            found = self.ps()
+            states = {state.service: state for state in found}
             if all(name in states and states[name].ok for name in services):
                 return
-            for state, reason in self._failed():
+            for state, reason in self._failed(found):
                 raise self._stack_failed(state, reason)
             if time.monotonic() > end:
                 bad = next(name for name in services if name not in states or not states[name].ok)
@@ -201,16 +183,18 @@ class Compose:
             try:
                 process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
-                for state, reason in self._failed():
+                states = self._states()
+                for state, reason in self._failed(states):
                     raise self._stack_failed(state, reason) from None
-                waiting = [state.service for state in self._states() if not state.ok]
+                waiting = [state.service for state in states if not state.ok]
                 note(f"{time.monotonic() - started:.0f} s, waiting for {', '.join(waiting) or 'compose'}")
 
     def _why(self, output: str) -> StackFailed:
         """Turn a failed `up` into the service that is to blame, its log and the likely cause."""
-        for state, reason in self._failed():
+        states = self._states()
+        for state, reason in self._failed(states):
             return self._stack_failed(state, reason)
-        bad = [state for state in self._states() if not state.ok]
+        bad = [state for state in states if not state.ok]
         bad.sort(key=lambda state: (state.health == "starting", state.service))
         said = causes.likely(output, default="")
         if said or not bad:  # compose itself could not create or start something
@@ -236,15 +220,15 @@ class Compose:
         done = self._compose("ps", "--all", "--format", "json", check=False)
         return parse_ps(done.stdout) if done.returncode == 0 else []
 
-    def _failed(self) -> list[tuple[ServiceState, str]]:
-        """Containers whose last health check carried the launcher's reason, with it."""
+    def _failed(self, states: Sequence[ServiceState]) -> list[tuple[ServiceState, str]]:
+        """Those of `states` whose last health check carried the launcher's reason, with it."""
         found = []
-        states = {state.container_id: state for state in self._states() if state.state == "running"}
-        for detail in self._inspect(list(states)):
+        running = {state.container_id: state for state in states if state.state == "running"}
+        for detail in self._inspect(list(running)):
             checks = (detail["State"].get("Health") or {}).get("Log") or []
             said = str(checks[-1].get("Output", "")) if checks else ""
             if said.startswith(FAILED_MARK):
-                state = next(s for key, s in states.items() if detail["Id"].startswith(key))
+                state = next(s for key, s in running.items() if detail["Id"].startswith(key))
                 found.append((state, said.splitlines()[0].removeprefix(FAILED_MARK).strip()))
         return found
 
@@ -264,30 +248,6 @@ class Compose:
         old = [name for name in names if name.startswith(f"{self._settings.project}_shm_")]
         if old and self._settings.persist:
             self._docker("volume", "rm", *old, check=False)
-
-
-def parse_ps(text: str) -> list[ServiceState]:
-    """Output of `docker compose ps --format json`: one array (old versions) or one object a line (since 2.21)."""
-    text = text.strip()
-    if not text:
-        return []
-    lines = [line for line in text.splitlines() if line.strip()]
-    rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in lines]
-    return sorted((_state(row) for row in rows), key=lambda state: state.service)
-
-
-def _state(row: dict[str, Any]) -> ServiceState:
-    published = [p for p in row.get("Publishers") or [] if p["PublishedPort"]]
-    return ServiceState(
-        service=row["Service"],
-        container=row["Name"],
-        container_id=row["ID"],
-        image=row.get("Image", ""),
-        state=row["State"],
-        health=row.get("Health") or "",
-        exit_code=int(row.get("ExitCode") or 0),
-        ports=tuple(sorted({(p.get("URL", ""), int(p["PublishedPort"]), int(p["TargetPort"])) for p in published})),
-    )
 
 
 def _tail(lines: int | None) -> list[str]:
