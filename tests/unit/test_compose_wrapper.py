@@ -119,6 +119,7 @@ def test_errors_carry_the_command_and_a_missing_one_says_so(fake: Fake, monkeypa
         ("vllm serve: error: unrecognized arguments: --foo", "KV_VLLM_EXTRA_ARGS"),
         ("could not select device driver nvidia with capabilities: [[gpu]]", "KV_DEVICE"),
         ("Error response from daemon: No such image: kvstrata/vllm:cpu-0", "make build"),
+        ("kvstrata-launch: vllm ended with exit code 1; restart 1 of 5 in 1 s", "crashes"),
         ("nothing of the kind", "make logs"),
     ],
 )

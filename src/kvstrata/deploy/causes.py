@@ -35,6 +35,8 @@ _TABLE: tuple[tuple[str, str], ...] = (
      "an image is missing: `make build`, or `make pull` with a registry that has it"),
     (r"bind source path does not exist|invalid mount config",
      "a folder that .env names is gone: run `make up`, which makes or names it"),
+    (r"kvstrata-launch: \w+ (ended with|was killed)",
+     "the server crashes while it starts: the lines before `kvstrata-launch` say why (`make logs` shows all of them)"),
 )  # fmt: skip
 
 
