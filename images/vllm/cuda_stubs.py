@@ -3,8 +3,8 @@
 PyPI's torch wheel is the CUDA build. Its libtorch_python is linked against libtorch_cuda, which is linked against
 2.7 GB of CUDA libraries (a 1.9 GB download): they must be there to be loaded, though nothing on a CPU calls them. For
 each one that is not installed this writes, next to torch's own libraries, a shared object with the right name, symbol
-versions and the symbols that torch asks for; each symbol is a function that returns 1, which is an error code in every
-one of these libraries. What torch calls on a CPU (cudart, which says that there is no driver; cupti; cufile) stays real.
+versions and the symbols that torch asks for; each is a function that returns 1, which is an error code in every one of
+these libraries. What torch does call on a CPU stays real: cudart (it says that there is no driver), cupti, cufile.
 
 x86-64 only; elsewhere it does nothing. The file format is that of the System V ABI (gABI chapters 4 and 5) with GNU
 symbol versions.
