@@ -64,7 +64,7 @@ def _require_chunk_size(found: int, expected: int) -> None:
 
 
 def _pause_at(point: str) -> None:
-    """Test hook, dormant unless the folder variable is set: say `<point>.reached`, wait for `<point>.go` (30 s at most)."""
+    """Test hook, dormant unless its folder is set: say `<point>.reached`, wait for `<point>.go` (30 s at most)."""
     folder = os.environ.get(_HOOK_FOLDER)
     if not folder or not (Path(folder) / f"{point}.armed").exists():
         return
@@ -75,16 +75,37 @@ def _pause_at(point: str) -> None:
 
 
 class _Heartbeat(mpa.HeartbeatThread):  # type: ignore[misc]
-    """LMCache's heartbeat that also tells when the health it found has changed."""
+    """LMCache's heartbeat, with a third answer: the server is there but does not know this worker (`liveness`)."""
 
-    def __init__(self, *args: Any, on_change: Callable[[bool], None], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, on_change: Callable[[], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._on_change = on_change
 
     def _execute(self) -> Any:
-        summary = super()._execute()
-        self._on_change(self._health_event.is_set())
-        return summary
+        was_healthy = self._health_event.is_set()
+        known = self._ping()
+        if self.stop_requested:
+            return mpa.ThreadRunSummary(success=True, message="stopping")
+        healthy = known is not None
+        if healthy and not (known and was_healthy):
+            logger.warning("kvstrata: lmcache server %s; registering", "is back" if not was_healthy else "restarted")
+            healthy = self._recover_callback()
+        if healthy:
+            self._health_event.set()
+        else:
+            self._health_event.clear()
+        if healthy != was_healthy:
+            logger.warning("kvstrata: cache %s", "in use again" if healthy else "not in use: no answer from lmcache")
+        self._on_change()
+        return mpa.ThreadRunSummary(success=True, message="healthy" if healthy else "unhealthy")
+
+    def _ping(self) -> bool | None:
+        """True or False as the server says, None without an answer within the interval (seconds)."""
+        try:
+            future = mpa.send_lmcache_request(self._mq_client, mpa.RequestType.PING, [self._instance_id])
+            return bool(future.result(timeout=self._interval))
+        except Exception:
+            return None
 
 
 class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[misc]
@@ -102,7 +123,7 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
             logger.warning("kvstrata: no lmcache server yet; vLLM starts without it and uses it when it comes")
             for event in self._health_events.values():
                 event.clear()
-            self._ensure_heartbeat_started()
+        self._ensure_heartbeat_started()
         self._report.update(healthy=self.is_healthy)
 
     def _ensure_heartbeat_started(self) -> None:
@@ -117,7 +138,7 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
                     mq_client=client,
                     health_event=self._health_events[url],
                     interval=self._heartbeat_interval,
-                    on_change=lambda healthy: self._report.update(healthy=healthy),
+                    on_change=lambda: self._report.update(healthy=self.is_healthy),
                 )
                 heartbeat.register_recover_callback(lambda c=client: self._same_chunk_size(c))
                 heartbeat.start()
@@ -190,8 +211,8 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         except ConnectionError as error:
             logger.warning("kvstrata: not registered with lmcache (%s); retried by the heartbeat", error)
             self._health_event.clear()
-        if not self.is_healthy:
-            self._ensure_heartbeat_started()
+        # From the start, not from the first store on: a server that restarts before it has to be noticed as well.
+        self._ensure_heartbeat_started()
         self._tell()
 
     def _send_register_kv_caches_request(self, kv_caches: Any) -> None:
@@ -224,7 +245,7 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
                 health_event=self._health_event,
                 interval=self._heartbeat_interval,
                 instance_id=self.instance_id,
-                on_change=lambda _healthy: self._tell(),
+                on_change=self._tell,
             )
             heartbeat.register_recover_callback(self._reregister_kv_caches_callback)
             heartbeat.start()

@@ -18,9 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run `lmcache <argv[1:]>` in this process."""
     args = sys.argv[1:] if argv is None else argv
     bind_http_to(Path(args[0]))
-    from kvstrata.connector import l1_guard
+    from kvstrata.connector import l1_guard, liveness
 
     l1_guard.install()
+    liveness.install()
     from lmcache.cli.main import main as lmcache_main
 
     sys.argv = ["lmcache", *args[1:]]
