@@ -67,11 +67,12 @@ def run(
 
 @dataclass(frozen=True)
 class _Asked:
-    """One prompt of the run and its cold answer."""
+    """One prompt of the run and the answer that the later ones are compared with (checks.GuardFacts.exact_text)."""
 
-    length: int
+    size: int
+    """The length that was aimed at; a prompt ends at a whole word and may be a few tokens shorter."""
     prompt: tuple[int, ...]
-    cold: Completion | None
+    yardstick: Completion | None
 
 
 def measure(
@@ -94,17 +95,18 @@ def measure(
         sizes = _sizes(prover, lengths)
         asked = []
         say(f"{len(sizes) * repeats} prompts of {', '.join(map(str, sizes))} tokens: cold, then L0")
-        for prompt in (prover.prompt(size) for _ in range(repeats) for size in sizes):
-            cold = tiers.add("cold", prompt, "none", None)
-            tiers.add("l0", prompt, "l0", cold if guard.exact_text else None)
-            asked.append(_Asked(len(prompt), prompt, cold if guard.exact_text else None))
+        for size in sizes * repeats:
+            prompt = prover.prompt(size)
+            cold = tiers.add("cold", size, prompt, "none", None)
+            warm = tiers.add("l0", size, prompt, "l0", cold if guard.exact_text else None)
+            asked.append(_Asked(size, prompt, cold if guard.exact_text else warm))
         prover.wait_stored("l1", *(one.prompt for one in asked))
         restarts: tuple[tuple[Source, tuple[str, ...]], ...] = (("l1", ("vllm",)), ("l2", ("lmcache", "vllm")))
         for tier, services in restarts:
             say(f"kill {' and '.join(services)}, then {tier.upper()}")
             prover.restart(*services)
             for one in asked:
-                tiers.add(tier, one.prompt, tier, one.cold)
+                tiers.add(tier, one.size, one.prompt, tier, one.yardstick)
     except StoresStuck as stuck:
         prover.notes.append(str(stuck))
     finally:
@@ -131,7 +133,7 @@ class _Tiers:
         self._samples: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def add(
-        self, tier: str, prompt: tuple[int, ...], source: Source, yardstick: Completion | None
+        self, tier: str, size: int, prompt: tuple[int, ...], source: Source, yardstick: Completion | None
     ) -> Completion | None:
         """Ask for `prompt`, whose KV is to come from `source`; keep the time only if it did."""
         answer = self._prover.phase(tier, prompt, source, yardstick)
@@ -140,11 +142,11 @@ class _Tiers:
         if phase.problems or phase.ttft_s is None:
             self._prover.notes.append(f"{tier}, {len(prompt)} tokens, not counted: {'; '.join(phase.problems)}")
         else:
-            self.keep(tier, len(prompt), phase.ttft_s)
+            self.keep(tier, size, phase.ttft_s)
         return answer
 
-    def keep(self, tier: str, length: int, ttft_s: float) -> None:
-        self._samples[length][tier].append(ttft_s)
+    def keep(self, tier: str, size: int, ttft_s: float) -> None:
+        self._samples[size][tier].append(ttft_s)
 
     def series(self) -> dict[int, dict[str, Series]]:
         return {n: {tier: Series(tuple(v)) for tier, v in of.items() if v} for n, of in self._samples.items()}
@@ -160,11 +162,12 @@ def _measure_plain(vllm: VllmClient, prover: Prover, sizes: Sequence[int], repea
     """Cold and L0 of fresh prompts. No LMCache is asked, so that only vLLM's clock counts here."""
     try:
         vllm.complete(prover.prompt(sizes[0]), _ANSWER_TOKENS)  # the first request of a server is nobody's figure
-        for prompt in (prover.prompt(size) for _ in range(repeats) for size in sizes):
+        for size in list(sizes) * repeats:
+            prompt = prover.prompt(size)
             cold = vllm.complete(prompt, _ANSWER_TOKENS)
             warm = vllm.complete(prompt, _ANSWER_TOKENS)
-            tiers.keep("plain_cold", len(prompt), cold.ttft_s)
-            tiers.keep("plain_l0", len(prompt), warm.ttft_s)
+            tiers.keep("plain_cold", size, cold.ttft_s)
+            tiers.keep("plain_l0", size, warm.ttft_s)
             if unlike := difference(warm, cold):
                 prover.notes.append(f"plain vLLM, {len(prompt)} tokens: warm {unlike}")
     except RequestFailed as failed:

@@ -39,6 +39,8 @@ class Prover:
         self.notes: list[str] = []
         self.skipped: set[str] = set()
         self.at = "cold"
+        self.sent_tokens = 0
+        """Tokens of the first prompt that a phase sent (P1)."""
         self._answer_tokens = answer_tokens
         self._target, self._vllm, self._lmcache, self._facts = target, vllm, lmcache, facts
         self._counted, self._retry_counted, self._before = counted, retry_counted, before
@@ -65,7 +67,7 @@ class Prover:
         return (most - remainder) // self.chunk * self.chunk + remainder
 
     def prompt(self, length: int) -> tuple[int, ...]:
-        """A fresh prompt of exactly `length` tokens: the text's question stays at its end, its middle gives way."""
+        """A fresh prompt of `length` tokens or, as it keeps whole words, a few less; its hits are those of `length`."""
         fresh = "".join(secrets.choice(_ALPHABET) for _ in range(10))
         text = prompts.build(
             fresh, lambda t: len(self._vllm.tokenize(t)), target=length, chunk_size=self.chunk, block_size=self.block
@@ -105,6 +107,7 @@ class Prover:
         with contextlib.suppress(RequestFailed):
             self._vllm.complete(self._unrelated(32), 2, keep=False)
         self._sent.append(tuple(prompt))
+        self.sent_tokens = self.sent_tokens or len(prompt)
         send = self._vllm.complete_counted if self._counted else self._vllm.complete
         expected = prompts.expected_hits(len(prompt), self.chunk, self.block, source)
         try:
@@ -118,7 +121,7 @@ class Prover:
             raise Disturbed
         problems = _judge(hits, expected, source, self._counted)
         unlike = difference(answer, yardstick) if yardstick is not None else None
-        if not answer.text:
+        if unlike is None and not answer.text:
             unlike = "found: an empty answer; needed: text"
         problems += [unlike] if unlike else []
         self.phases.append(

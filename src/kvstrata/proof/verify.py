@@ -161,6 +161,8 @@ def _prove_once(
     finally:
         prover.restore()
         prover.clean_up()
+    if prover.sent_tokens:
+        report = replace(report, prompt_tokens=prover.sent_tokens)
     planned = tuple(name for name in report.planned if name not in prover.skipped)
     return replace(
         report,
