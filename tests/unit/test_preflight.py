@@ -228,14 +228,6 @@ def test_a_proxy_that_would_catch_local_requests_is_a_warning(env: dict[str, str
     assert [f.level for f in found] == ["warning"] * warned
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [("26.1.5+dfsg1\n", (26, 1, 5)), ("28.3.3", (28, 3, 3)), ("29.0.0-rc.1", (29, 0, 0)), ("", ()), ("dev", ())],
-)
-def test_engine_versions_are_read(text: str, version: tuple[int, ...]) -> None:
-    assert preflight.parse_version(text) == version
-
-
 # -- what is raised --------------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,8 @@ from kvstrata.deploy.settings import Settings
 
 __all__ = ["Need", "disk_findings", "folder_findings", "space_findings"]
 
-#: Images are about 7 GiB unpacked on a CPU and 25 on a GPU; a build holds its layers twice for a moment.
-_IMAGES = {"cpu": 16 * GIB, "nvidia": 40 * GIB, "gb10": 40 * GIB}
+#: Images are about 3 GiB unpacked on a CPU and 25 on a GPU; a build holds its layers twice for a moment.
+_IMAGES = {"cpu": 8 * GIB, "nvidia": 40 * GIB, "gb10": 40 * GIB}
 _PRUNE = "docker system df shows what can go; or move the engine's data-root"
 _LARGER = "set KV_CACHE_DIR in .env to a larger disk"
 _ENGINE_RUNNING = 2 * GIB

@@ -17,7 +17,7 @@ from kvstrata.deploy.errors import CommandFailed, KvError
 from kvstrata.deploy.shell import run
 from kvstrata.deploy.steps import Step, Steps
 
-__all__ = ["Action", "EngineInfo", "Facts", "decide", "ensure", "look", "parse_version", "warnings_for"]
+__all__ = ["Action", "EngineInfo", "Facts", "decide", "ensure", "look", "parse_version", "rootless", "warnings_for"]
 
 MIN_ENGINE = (25, 0)
 MIN_COMPOSE = (2, 24)
@@ -205,6 +205,12 @@ def _reach(install: bool, step: Step) -> tuple[Facts, str]:
         needed="an engine that answers `docker info`",
         fix=f"look into {engine_start.LOG} (or `journalctl -u docker`)",
     )
+
+
+def rootless() -> bool:
+    """The engine maps container uid 0 to the caller: files are then owned by that id, not by a service's."""
+    done = run(["docker", "info", "--format", "{{.SecurityOptions}}"], check=False, timeout=30)
+    return done.returncode == 0 and "name=rootless" in done.stdout
 
 
 def main() -> int:

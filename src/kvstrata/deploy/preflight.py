@@ -27,7 +27,6 @@ __all__ = ["Finding", "check_all", "early", "run"]
 Say = Callable[[str], None]
 #: Minimum for anything at all: vLLM and lmcache on their own, and the smallest KV space and L1.
 _LEAST_RAM = 8 * GIB
-_PATCHED_ENGINE = (28, 3, 3)
 
 
 def early(settings: Settings, model: ModelInfo, ours: Collection[int], say: Say) -> list[Finding]:
@@ -57,7 +56,6 @@ def check_all(
         *_model(model),
         *_sane(settings),
         *proxy_findings(),
-        *_engine(),
     ]
 
 
@@ -153,31 +151,3 @@ def _has_image() -> bool:
     except KvError:
         return False
     return done.returncode == 0 and bool(done.stdout.strip())
-
-
-def _engine() -> list[Finding]:
-    try:
-        done = run_command(["docker", "version", "--format", "{{.Server.Version}}"], check=False, timeout=30)
-    except KvError:
-        return []  # engine.ensure says it better
-    version = parse_version(done.stdout)
-    if done.returncode != 0 or not version or version >= _PATCHED_ENGINE:
-        return []
-    return [
-        Finding(
-            "engine", "warning", f"Docker Engine {done.stdout.strip()}", "28.3.3 or later",
-            "before it, ports on 127.0.0.1 can answer neighbours in the same network segment (CVE-2025-54388): "
-            "upgrade, or block the ports in the firewall",
-        )
-    ]  # fmt: skip
-
-
-def parse_version(text: str) -> tuple[int, ...]:
-    """26.1.5+dfsg1 -> (26, 1, 5); () when it does not begin with numbers."""
-    numbers = []
-    for part in text.strip().split(".")[:3]:
-        digits = "".join(char for char in part.partition("-")[0].partition("+")[0] if char.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)

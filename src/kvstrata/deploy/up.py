@@ -29,7 +29,7 @@ def prepare(root: Path, steps: Steps) -> Settings:
     current = settings.load(root)  # a bad .env is refused before anything is installed
     found = engine.ensure(current.install_engine, steps)
     with steps.step("Settings") as step:
-        created = envfile.ensure(root)
+        created = envfile.ensure(root, rootless=engine.rootless())
         filled = []
         if not settings.load(root).device:
             device = detect()

@@ -124,7 +124,7 @@ class Report:
     def render(self, console: Console) -> None:
         table = Table(title=f"{self.model}: {self.prompt_tokens} prompt tokens, {self.pair}, {self.device}")
         for heading in ("phase", "TTFT", "cached tokens", "from", "same answer", "speed-up"):
-            table.add_column(heading, justify="left" if heading in ("phase", "from") else "right")
+            table.add_column(heading, justify="left" if heading in ("phase", "from") else "right", no_wrap=True)
         for phase in self.phases:
             speed = self.speed_up(phase)
             bad = bool(phase.problems)
