@@ -153,11 +153,13 @@ def anchors(text: str) -> set[str]:
 
 @cache
 def said_by_the_code() -> str:
-    """Every text constant of the package, one a line; of an f-string its fixed parts. And the shell launchers."""
+    """Every text constant of the package less docstrings; of an f-string its fixed parts. And the bootstrap script."""
     parts: list[str] = []
     for path in sorted((ROOT / "src").rglob("*.py")):
         tree = ast.parse(path.read_text())
-        parts += [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        texts = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        parts += [str(text.value) for text in texts if id(text) not in silent]
     return "\n".join([*parts, (ROOT / "scripts" / "bootstrap").read_text()])
 
 
