@@ -88,11 +88,14 @@ class ProcessStack:
     # -- Control ------------------------------------------------------------------------------------------------
 
     def kill(self, services: Sequence[str]) -> None:
+        left = [path for service in services for path in self._shared_memory(service)]
         for service in services:
             self._signal(service, signal.SIGKILL)
         for service in services:
             if process := self._processes.pop(service, None):
                 process.wait(30)
+        for path in left:  # a killed vLLM cannot unlink its own (0.4 GB a kill); the server's pool it reclaims itself
+            path.unlink(missing_ok=True)
         if "vllm" in services:
             time.sleep(0.5)  # its workers are in the same group, their port is free a moment later
 
@@ -140,6 +143,18 @@ class ProcessStack:
             except subprocess.TimeoutExpired:
                 self._signal(service, signal.SIGKILL)
         self._processes.clear()
+
+    def _shared_memory(self, service: str) -> set[Path]:
+        """Python's shared-memory files that the processes of the service's group map."""
+        found: set[Path] = set()
+        process = self._processes.get(service)
+        for maps in Path("/proc").glob("[0-9]*/maps") if process else ():
+            with contextlib.suppress(OSError, ProcessLookupError):
+                if process and os.getpgid(int(maps.parent.name)) == process.pid:
+                    found |= {
+                        Path(line.split()[5]) for line in maps.read_text().splitlines() if "/dev/shm/psm_" in line
+                    }
+        return found
 
     def _signal(self, service: str, number: int) -> None:
         if process := self._processes.get(service):
