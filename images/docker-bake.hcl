@@ -9,6 +9,10 @@ variable "PROXY_TAG" { default = "kvstrata/proxy:dev" }
 // Files for the length of the build; empty = not needed.
 variable "CA_BUNDLE" { default = "" }
 variable "PIP_CONF" { default = "" }
+// The caller's proxy, for the RUN steps alone: build arguments of these names never enter an image.
+variable "HTTP_PROXY" { default = "" }
+variable "HTTPS_PROXY" { default = "" }
+variable "NO_PROXY" { default = "" }
 
 group "default" { targets = ["vllm", "proxy"] }
 
@@ -16,6 +20,11 @@ target "_common" {
   context = "."
   // Without attestations an image is one manifest, whose digest does not change with the time of the build.
   attest  = ["type=provenance,disabled=true"]
+  args = {
+    HTTP_PROXY  = HTTP_PROXY
+    HTTPS_PROXY = HTTPS_PROXY
+    NO_PROXY    = NO_PROXY
+  }
 }
 
 target "vllm" {

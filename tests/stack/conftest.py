@@ -12,6 +12,7 @@ from kvstrata.deploy import engine
 from kvstrata.deploy.steps import Steps
 from tests.stack.harness import Stack
 
+KEEP = "KVSTRATA_KEEP_STACK"
 _REPORT: dict[str, str] = {}
 
 
@@ -29,15 +30,19 @@ def up_output() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def stack(docker_engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    root = tmp_path_factory.mktemp("stack")
-    (root / "data" / "hook").mkdir(parents=True)
+    kept = os.environ.get(KEEP)  # while writing tests: one stack in that folder, brought up once and left running
+    root = Path(kept) if kept else tmp_path_factory.mktemp("stack")
+    (root / "data" / "hook").mkdir(parents=True, exist_ok=True)
     (root / "data" / "hook").chmod(0o777)
-    made = Stack(root, f"kvtest{os.getpid()}", KV_LAYERS="nvme,hook", KV_L1_GB="1")
+    name = "kvtestkept" if kept else f"kvtest{os.getpid()}"
+    made = Stack(root, name, KV_LAYERS="nvme,hook", KV_L1_GB="1")
     try:
         _REPORT["first"] = made.ok("up")
+        made.wait_ready()
         yield made
     finally:
-        made.close()
+        if not kept:
+            made.close()
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ RULES: dict[str, Callable[[Container], bool]] = {
     "pids_limit": lambda c: (c["HostConfig"]["PidsLimit"] or 0) > 0,
     "log_cap": lambda c: {"max-size", "max-file"} <= set(c["HostConfig"]["LogConfig"]["Config"] or {}),
     "healthcheck": lambda c: bool((c["Config"].get("Healthcheck") or {}).get("Test")),
-    "init": lambda c: bool(c["HostConfig"]["Init"]),
+    "init": lambda c: bool(c["HostConfig"].get("Init")),
     "restart": lambda c: c["HostConfig"]["RestartPolicy"]["Name"] == "unless-stopped",
     "loopback_ports": _loopback,
     "noexec_tmpfs": _noexec_tmpfs,

@@ -77,9 +77,9 @@ class Stack:
 
     def __init__(self, root: Path, project: str, **knobs: str) -> None:
         self.root, self.project = root, project
-        port, metrics_port = free_ports(2)
         copy_checkout(root)
         shutil.copy(Path(__file__).with_name("hook.yaml"), root / "compose" / "hook.yaml")
+        port, metrics_port = self._ports() or free_ports(2)
         self.url, self.metrics_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}"
         self.set(
             COMPOSE_PROJECT_NAME=project, KV_PORT=str(port), KV_METRICS_PORT=str(metrics_port), **knobs
@@ -87,6 +87,13 @@ class Stack:
         self.client = httpx.Client(timeout=120, trust_env=False)
 
     # -- settings and verbs --
+
+    def _ports(self) -> list[int]:
+        """Ports of a stack that was kept from an earlier session, else none."""
+        path = self.root / ".env"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = dict(line.split("=", 1) for line in lines if line.startswith(("KV_PORT=", "KV_METRICS_PORT=")))
+        return [int(found["KV_PORT"]), int(found["KV_METRICS_PORT"])] if found else []
 
     def set(self, **knobs: str) -> None:
         """Edit .env as a user would."""

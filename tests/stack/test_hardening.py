@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import stat
 import tomllib
@@ -35,8 +36,6 @@ def test_a_planted_violation_is_caught(stack: Stack) -> None:
         "run", "-d", "--rm", "--user", "0", "--network", "host", "--entrypoint", "sleep", image, "60"
     ).strip()  # fmt: skip
     try:
-        import json
-
         broken = set(findings(json.loads(stack.docker("inspect", made))[0]))
     finally:
         stack.docker("rm", "-f", made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -47,6 +48,7 @@ def root(tmp_path: Path) -> Path:
     (folder / "tokenizer.json").write_text("{}")
     header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    shutil.copy(Path(__file__).parents[2] / "versions.lock", tmp_path)
     return tmp_path
 
 
@@ -252,3 +254,14 @@ def test_warnings_are_said_and_do_not_stop(root: Path, monkeypatch: pytest.Monke
     chosen = load(root)
     preflight.early(chosen, model.resolve(chosen, root), (), said.append)
     assert any("http_proxy" in line for line in said)
+
+
+def test_a_combination_that_the_matrix_refuses_is_found(root: Path) -> None:
+    found = errors(findings(root, KV_VLLM_EXTRA_ARGS="--speculative-config x"))
+    assert found == []  # a dense model may speculate
+    lock_file = root / "versions.lock"
+    lock_file.write_text(
+        lock_file.read_text().replace('status = "supported"\nwhy = ""', 'status = "refused"\nwhy = "y"')
+    )
+    assert [f.name for f in errors(findings(root))] == ["matrix"]
+    assert errors(findings(root, KV_PERSIST="0")) == []

@@ -96,6 +96,15 @@ class Compose:
         done = self._docker("ps", "--filter", mine, "--format", "{{.Ports}}", check=False)
         return frozenset(int(port) for port in re.findall(r":(\d+)->", done.stdout))
 
+    def other_checkout(self) -> str:
+        """Folder of another checkout whose containers run under this project's name, or ""."""
+        mine = f"label=com.docker.compose.project={self._settings.project}"
+        label = '{{.Label "com.docker.compose.project.working_dir"}}'
+        done = self._docker("ps", "--filter", mine, "--format", label, check=False)
+        folders = {Path(line).resolve() for line in done.stdout.split("\n") if line.strip()}
+        here = self._root.resolve()
+        return next((str(folder) for folder in sorted(folders) if folder not in (here, here / "compose")), "")
+
     def logs(self, service: str | None = None, tail: int | None = None) -> str:
         """Log text, oldest first; of one service without its name before each line."""
         prefix = ["--no-log-prefix", service] if service else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable
 
-from kvstrata.deploy import model_files
+from kvstrata.deploy import lock, model_files
 from kvstrata.deploy.checks_disk import disk_findings, folder_findings
 from kvstrata.deploy.checks_net import port_findings, proxy_findings
 from kvstrata.deploy.errors import KvError
@@ -26,7 +26,7 @@ __all__ = ["Finding", "check_all", "early", "run"]
 
 Say = Callable[[str], None]
 #: Minimum for anything at all: vLLM and lmcache on their own, and the smallest KV space and L1.
-_LEAST_RAM = 8 * GIB
+_LEAST_RAM = 10 * GIB
 
 
 def early(settings: Settings, model: ModelInfo, ours: Collection[int], say: Say) -> list[Finding]:
@@ -54,6 +54,7 @@ def check_all(
         *disk_findings(settings, model, _docker_root(), started=bool(ours) or _has_image()),
         *_memory(settings, plan, host, started=bool(ours)),
         *_model(model),
+        *_matrix(settings, plan),
         *_sane(settings),
         *proxy_findings(),
     ]
@@ -110,6 +111,30 @@ def _model(model: ModelInfo) -> list[Finding]:
     if model.is_demo:
         fix = f"rm -r {model.path}; the next `make up` makes it again"
     return [Finding("model", "error", found, needed, fix) for found, needed in model_files.problems(model.path)]
+
+
+#: plan.family -> family of versions.lock's matrix.
+_FAMILY = {
+    "dense": "dense",
+    "sliding": "sliding-window",
+    "hybrid": "mamba-hybrid",
+    "compressed": "compressed-kv",
+}
+
+
+def _matrix(settings: Settings, plan: Plan | None) -> list[Finding]:
+    """The compatibility matrix of versions.lock, for what is about to run with the cache."""
+    if plan is None or not settings.persist:
+        return []
+    locked = lock.load(settings.root)
+    pair = locked.pair_for(settings.device).name
+    speculative = any(arg.startswith("--speculative") for arg in settings.vllm_extra_args)
+    cell = locked.cell(pair, _FAMILY[plan.family], speculative)
+    if cell.status == "supported":
+        return []
+    what = f"{cell.family} model on {pair}" + (" with speculative decoding" if speculative else "")
+    needed = f"a combination that versions.lock supports: {cell.why}" + (f" ({cell.issue})" if cell.issue else "")
+    return [Finding("matrix", "error", what, needed, "another model, or KV_PERSIST=0 in .env for plain vLLM")]
 
 
 def _sane(settings: Settings) -> list[Finding]:

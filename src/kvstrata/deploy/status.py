@@ -255,14 +255,14 @@ def _vllm(settings: Settings) -> tuple[str, Samples]:
 def _transfer_problems(settings: Settings, transfer: Transfer) -> list[str]:
     """A slow path that nobody chose. On a GPU, handles are the fast path; on a CPU shared memory is."""
     if transfer.mode == "pickle" and settings.transfer_mode != "pickle":
-        return [f"transfer: found: pickle over ZMQ ({transfer.evidence}); needed: shared memory (make up restores it)"]
+        return [f"transfer: found: pickle over ZMQ ({transfer.evidence}); needed: shared memory (make down; make up)"]
     return []
 
 
 def _namespace_problems(vllm: Mapping[str, str], lmcache: Mapping[str, str]) -> list[str]:
     """CUDA IPC needs one IPC and one PID namespace; a restarted holder splits them silently."""
     return [
-        f"{name} namespace: found: vllm in {vllm[name]}, lmcache in {lmcache[name]}; needed: one (make up mends it)"
+        f"{name} namespace: found: vllm in {vllm[name]}, lmcache in {lmcache[name]}; needed: one (make down; make up)"
         for name in ("ipc", "pid")
         if vllm[name] != lmcache[name]
     ]

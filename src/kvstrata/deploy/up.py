@@ -13,6 +13,7 @@ from pathlib import Path
 from kvstrata.deploy import demo_model, engine, envfile, identity, images, layers, model, plan, preflight, settings
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.device import detect
+from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.images import ImageSet
 from kvstrata.deploy.model import ModelInfo
 from kvstrata.deploy.plan import Plan
@@ -78,7 +79,14 @@ def _ready(root: Path, current: Settings, steps: Steps) -> tuple[ModelInfo, Plan
     chosen = model.resolve(current, root, must_exist=False)
     if not chosen.is_demo:
         chosen = model.resolve(current, root)
-    ours = Compose(root, current).running_ports()
+    compose = Compose(root, current)
+    if other := compose.other_checkout():
+        raise KvError(
+            f"project {current.project!r} already runs from {other}",
+            "one project name a checkout",
+            f"COMPOSE_PROJECT_NAME=<another name> in {root / '.env'}, with other ports; or make down in {other}",
+        )
+    ours = compose.running_ports()
     with steps.step("Preflight") as step:
         preflight.early(current, chosen, ours, step.say)
         step.done("ports, disk, memory and settings are as needed")

@@ -172,4 +172,3 @@ def _measure_plain(vllm: VllmClient, prover: Prover, sizes: Sequence[int], repea
                 prover.notes.append(f"plain vLLM, {len(prompt)} tokens: warm {unlike}")
     except RequestFailed as failed:
         prover.notes.append(f"plain vLLM: {failed}")
-

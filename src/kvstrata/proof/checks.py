@@ -79,9 +79,7 @@ def registered_models(status: Mapping[str, Any]) -> list[str]:
     return sorted({str(engine.get("model_name", "")) for engine in engines})
 
 
-def guard_problems(
-    guard: GuardFacts, status: Mapping[str, Any], chunk_size: int, files_digest: str = ""
-) -> list[str]:
+def guard_problems(guard: GuardFacts, status: Mapping[str, Any], chunk_size: int, files_digest: str = "") -> list[str]:
     """Each way in which the guard is not the class that serves, as "guard: found …; needed …"."""
     problems = []
     for role in ("scheduler", "worker"):

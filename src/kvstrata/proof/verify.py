@@ -148,9 +148,7 @@ def _prove_once(
         (_live if live else _full)(prover, length, guard.exact_text)
         if not live:
             # The processes are new ones by now: the guard must be in them as well.
-            again = guard_problems(
-                read_guard(target.control), lmcache.status(), target.chunk_size, target.files_digest
-            )
+            again = guard_problems(read_guard(target.control), lmcache.status(), target.chunk_size, target.files_digest)
             prover.failures += [f"after the restarts: {problem}" for problem in again if problem not in report.failures]
     except StoresStuck as stuck:
         prover.failures.append(f"{prover.at}: {stuck}")
@@ -194,6 +192,10 @@ def _full(prover: Prover, length: int, exact: bool) -> None:
     prover.wait_stored("restart_vllm", p1, p2)
     prover.restart("vllm")
     prover.phase("restart_vllm", p1, "l1", yardstick_1)
+    if not prover.has_l2:
+        for name in ("restart_lmcache", "restart_both"):
+            prover.skip(name, f"{name}: no storage layer is configured (KV_LAYERS is blank), nothing outlives lmcache")
+        return
     prover.restart("lmcache")
     prover.phase("restart_lmcache", p2, "l2", yardstick_2)
     # P1 and P2 are on disk since the first wait; a hit stores nothing new.
