@@ -26,8 +26,8 @@ pytestmark = pytest.mark.stack
 RUN_ELSEWHERE = {
     "make test": ".ci/run",
     "make verify": "tests/stack/test_up.py::test_the_first_up_ends_with_the_proof",
-    "make rollback": "tests/stack/test_up.py::test_rollback_is_the_plain_vllm_and_up_hits_again",
-    "make down": "tests/stack/test_up.py::test_down_keeps_data_and_up_hits_again",
+    "make rollback": "tests/stack/test_up.py::test_rollback_switch_down_and_back_to_hits",
+    "make down": "tests/stack/test_up.py::test_rollback_switch_down_and_back_to_hits",
     "make pull": "tests/unit/test_images_pull.py::test_pull_refuses_an_unresolved_digest",
 }
 

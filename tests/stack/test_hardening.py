@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack.hardening import RULES, findings
-from tests.stack.harness import REPOSITORY, Stack
+from tests.stack.harness import REPOSITORY, Stack, prompt
 
 pytestmark = pytest.mark.stack
 
@@ -79,8 +79,9 @@ def test_lmcache_has_no_http_port_and_no_way_out(stack: Stack) -> None:
 def test_data_on_disk_is_private(stack: Stack) -> None:
     cache = stack.root / "data" / "cache"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    stack.store(prompt("private"))
     files = stack.l2_files()
-    assert files, "the proof has stored nothing"
+    assert files, "nothing stored"
     for path in (*files, stack.root / "data" / "secrets" / "salt_key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     uid = stack.containers()["vllm"]["Config"]["User"].split(":")[0]

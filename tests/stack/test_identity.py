@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.stack.harness import Stack, chunks, prompt
@@ -30,6 +31,26 @@ def perturb(weights: Path) -> None:
         file.write(data)
 
 
+def write_adapter(folder: Path, seed: int) -> None:
+    """A LoRA adapter for the demo model (30 layers, 576 wide, 3 KV heads x 64), in PEFT's format."""
+    rank, layers, hidden, kv = 8, 30, 576, 192
+    random = np.random.default_rng(seed)
+    header: dict[str, object] = {}
+    blob = b""
+    for layer in range(layers):
+        for name, shape in (("lora_A", (rank, hidden)), ("lora_B", (kv, rank))):
+            data = random.normal(0, 0.3, shape).astype("<f4").tobytes()
+            key = f"base_model.model.model.layers.{layer}.self_attn.v_proj.{name}.weight"
+            header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [len(blob), len(blob) + len(data)]}
+            blob += data
+    head = json.dumps(header).encode()
+    folder.mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + blob)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["v_proj"], "bias": "none",
+              "task_type": "CAUSAL_LM", "base_model_name_or_path": "m", "inference_mode": True}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture
 def own_model(stack: Stack, tmp_path: Path) -> Iterator[Path]:
     """The stack runs a copy of the model that the test may change; afterwards it runs the demo model again."""
@@ -41,6 +62,8 @@ def own_model(stack: Stack, tmp_path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        for name in ("lora", "lora2"):
+            shutil.rmtree(stack.root / "data" / "hook" / name, ignore_errors=True)
         stack.set(MODEL_DIR="", KV_VLLM_EXTRA_ARGS="")
         stack.ok("up", "--no-proof")
         stack.wait_ready()
@@ -51,7 +74,7 @@ def up(stack: Stack) -> None:
     stack.wait_ready()
 
 
-def test_replaced_weights_and_dtype_are_misses_and_come_back_as_hits(stack: Stack, own_model: Path) -> None:
+def test_other_weights_dtype_and_adapters_are_misses_and_come_back_as_hits(stack: Stack, own_model: Path) -> None:
     text = prompt("identity")
     up(stack)
     first = stack.store(text)
@@ -72,10 +95,24 @@ def test_replaced_weights_and_dtype_are_misses_and_come_back_as_hits(stack: Stac
     up(stack)
     assert stack.store(text).lmcache == 0, "bf16 read fp32 blocks"
 
-    stack.set(KV_VLLM_EXTRA_ARGS="")
+    write_adapter(stack.root / "data" / "hook" / "lora", seed=1)
+    write_adapter(stack.root / "data" / "hook" / "lora2", seed=2)
+    folder = "/run/kvstrata-hook"
+    stack.set(KV_VLLM_EXTRA_ARGS=f"'--enable-lora --lora-modules one={folder}/lora two={folder}/lora2'")
     up(stack)
     back = stack.ask(text)
     assert back.lmcache == chunks(back.prompt_tokens) and back.text == first.text
+    adapted = stack.store(text, model="one")
+    assert adapted.status == 200, adapted.text
+    assert adapted.lmcache == 0, "an adapter read the base model's blocks"
+    assert adapted.text != first.text, "the adapter changes nothing: the test shows nothing"
+    stack.drop_l0()
+    assert stack.ask(text, model="two").lmcache == 0, "an adapter read another one's blocks"
+    stack.drop_l0()
+    again = stack.ask(text, model="one")
+    assert again.text == adapted.text and again.lmcache == chunks(again.prompt_tokens)
+    stack.drop_l0()
+    assert stack.ask(text).text == first.text
 
 
 def _wait_for_log(stack: Stack, needle: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -88,51 +87,37 @@ def test_plain_docker_compose_works_from_the_root(stack: Stack) -> None:
     assert stack.compose("config", "--services").split()
 
 
-def test_rollback_is_the_plain_vllm_and_up_hits_again(stack: Stack) -> None:
+def test_rollback_switch_down_and_back_to_hits(stack: Stack) -> None:
+    """Rollback, the same by KV_PERSIST=0, down, and up again: the cache on disk waits through all of it."""
     cold = stack.store(prompt("rollback"))
     on_disk = {p: p.stat().st_mtime_ns for p in stack.l2_files()}
     stack.ok("rollback")
     assert set(stack.containers()) == {"vllm"}, "orphans"
     container = stack.containers()["vllm"]
-    argv = [container["Path"], *container["Args"]]
-    assert container["Config"]["Entrypoint"] == ["vllm"] and "kv-transfer-config" not in " ".join(argv)
+    assert container["Config"]["Entrypoint"] == ["vllm"]
+    assert "kv-transfer-config" not in " ".join([container["Path"], *container["Args"]])
     pids = stack.docker("top", container["Id"], "-eo", "pid").split()[1:]
     assert not any("kvstrata" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     assert not any("kvstrata-launch" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
     plain = stack.ask(prompt("rollback"))
     assert plain.status == 200 and plain.text == cold.text
-    assert {p: p.stat().st_mtime_ns for p in stack.l2_files()} == on_disk
-    stack.ok("up", "--no-proof")
-    stack.wait_ready()
-    warm = stack.ask(prompt("rollback"))
-    assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
+    assert stack.cli("verify", "--live").returncode != 0, "a proof without a connector"
 
-
-def test_kv_persist_0_is_the_same_switch(stack: Stack) -> None:
-    cold = stack.store(prompt("persist-0"))
     stack.set(KV_PERSIST="0")
     try:
         stack.ok("up")
-        assert set(stack.containers()) == {"vllm"}
-        assert stack.ask(prompt("persist-0")).text == cold.text
+        assert stack.containers()["vllm"]["Id"] == container["Id"], "KV_PERSIST=0 is another stack than rollback"
         assert "KV_PERSIST=0" in stack.cli("verify").stderr
+        stack.ok("down")
+        assert stack.containers() == {}
+        assert stack.docker("network", "ls", "-q", "--filter", f"name={stack.project}_") == ""
+        assert {p: p.stat().st_mtime_ns for p in stack.l2_files()} == on_disk
     finally:
         stack.set(KV_PERSIST="1")
         stack.ok("up", "--no-proof")
         stack.wait_ready()
-    assert stack.ask(prompt("persist-0")).lmcache == chunks(cold.prompt_tokens)
-
-
-def test_down_keeps_data_and_up_hits_again(stack: Stack) -> None:
-    cold = stack.store(prompt("down"))
-    files = stack.l2_files()
-    stack.ok("down")
-    assert stack.containers() == {} and stack.l2_files() == files
-    assert subprocess.run(["docker", "network", "ls", "-q", "--filter", f"name={stack.project}_"],
-                          capture_output=True, text=True, check=True).stdout == ""  # fmt: skip
-    stack.ok("up", "--no-proof")
-    stack.wait_ready()
-    assert stack.ask(prompt("down")).lmcache == chunks(cold.prompt_tokens)
+    warm = stack.ask(prompt("rollback"))
+    assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
 
 
 def test_status_tells_what_runs(stack: Stack) -> None:
@@ -143,19 +128,14 @@ def test_status_tells_what_runs(stack: Stack) -> None:
     assert data["guard"]["loaded"] is True and data["transfer"]["mode"] == "shm"
 
 
-def test_shm_survives_restarts_and_pickle_is_seen(stack: Stack) -> None:
-    for service in ("vllm", "lmcache"):
-        stack.kill(service)
-        stack.start(service)
-        stack.wait_ready()
-        assert json.loads(stack.ok("status", "--json"))["transfer"]["mode"] == "shm"
+def test_pickle_is_seen(stack: Stack) -> None:
+    """The slow path that LMCache falls back to in silence."""
     stack.set(KV_TRANSFER_MODE="pickle")
     try:
         stack.ok("up", "--no-proof")
         stack.wait_ready()
         stack.store(prompt("pickle"))
-        status = stack.cli("status", "--json")
-        assert json.loads(status.stdout)["transfer"]["mode"] == "pickle"
+        assert json.loads(stack.cli("status", "--json").stdout)["transfer"]["mode"] == "pickle"
     finally:
         stack.set(KV_TRANSFER_MODE="auto")
         stack.ok("up", "--no-proof")

@@ -113,17 +113,6 @@ def test_a_missing_guard_fails(stack: Stack) -> None:
         stack.wait_ready()
 
 
-def test_a_removed_connector_fails(stack: Stack) -> None:
-    stack.ok("rollback")
-    try:
-        with pytest.raises(KvError):
-            prove(stack, live=True)
-        assert stack.cli("verify", "--live").returncode != 0
-    finally:
-        stack.ok("up", "--no-proof")
-        stack.wait_ready()
-
-
 def test_another_chunk_size_on_the_server_fails(stack: Stack) -> None:
     """`.env` says one thing, the running stack another: what runs is not what was set."""
     stack.set(KV_CHUNK_SIZE="512")
