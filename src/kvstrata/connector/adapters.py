@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,8 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         self._expected_chunk_size = int(extra_config["kvstrata.chunk_size"])
         self._report = report
         timeout = float(extra_config.get("lmcache.mp.mq_timeout", 5))
+        # Held while bytes move through shared memory: a registration lets the server free what was unfinished before it.
+        self._moving = threading.Lock()
         with _chunk_size_from(self._expected_chunk_size, timeout) as absent:
             super().__init__(*args, extra_config=extra_config, **kwargs)
         _require_chunk_size(self.lmcache_tokens_per_chunk, self._expected_chunk_size)
@@ -259,12 +261,16 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         except (TimeoutError, ChunkSizeMismatch) as error:
             logger.error("%s", error)
             return False
-        return bool(super()._reregister_kv_caches_callback())
+        with self._moving:
+            return bool(super()._reregister_kv_caches_callback())
 
     def submit_store_request(self, request_id: str, op: Any, event: Any, cache_salt: str = "") -> None:
         try:
             _pause_at("before_store")
-            super().submit_store_request(request_id, op, event, cache_salt=cache_salt)
+            if not self.is_healthy:
+                return
+            with self._moving:
+                super().submit_store_request(request_id, op, event, cache_salt=cache_salt)
             future = self.store_futures.get(request_id)
             if future is not None and future.query() and not future.result(timeout=0):
                 self._lost("store", request_id)
@@ -274,7 +280,8 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
     def submit_retrieve_request(self, request_id: str, op: Any, event: Any, cache_salt: str = "") -> None:
         try:
             _pause_at("before_retrieve")
-            super().submit_retrieve_request(request_id, op, event, cache_salt=cache_salt)
+            with self._moving if self.is_healthy else nullcontext():
+                super().submit_retrieve_request(request_id, op, event, cache_salt=cache_salt)
         except Exception as error:
             self.error_block_ids.update(op.flat_block_ids)
             self._dropped_retrieves.add(request_id)

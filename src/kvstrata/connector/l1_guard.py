@@ -3,12 +3,14 @@
 LMCache 0.5.3 lets three kinds of half-written blocks become readable (v1/distributed, v1/multiprocess/modules):
 - a write lock that expires (`L1ObjectState.available_for_read` looks only at the lock): vLLM killed between
   PREPARE_STORE and COMMIT_STORE leaves a block of old memory that is served as a hit after `write_ttl` (600 s);
-- `_release_entry` commits the pending writes of a worker that is reaped or unregisters;
+- `_release_entry` commits the pending writes of a worker that is reaped or unregisters (and nothing drops those of a
+  worker that gave up waiting);
 - the prefetch controller commits the buffers of failed loads before it deletes them, so that a lookup or the
   L2 store in between sees them.
 Here a block is readable only after its writer finished it, and unfinished ones are deleted.
 """
 
+import functools
 import logging
 from typing import Any
 
@@ -119,16 +121,35 @@ def _guard_prefetch() -> None:
 
 
 def _guard_reaping() -> None:
+    """Unfinished writes of a worker are deleted when it is reaped, unregisters, or registers once more.
+
+    The last is a worker that gave up waiting: what it asked for is answered to nobody, and would keep its chunks
+    locked until the lock's time is over. The worker registers only while it moves no bytes (`adapters._moving`).
+    """
     module = engine_driven_transfer.EngineDrivenTransferModule
-    original = module._release_entry
+    release, register = module._release_entry, module.register_kv_cache_engine_driven_context
 
     def release_entry(self: Any, instance_id: int, entry: Any) -> None:
-        with self._pending_shm_lock:
-            stale = [k for k in self._pending_shm_writes if k[0] == instance_id]
-            unfinished = [key for k in stale for key in self._pending_shm_writes.pop(k)]
-        if unfinished:
-            logger.warning("kvstrata: %d unfinished blocks of a lost vLLM deleted", len(unfinished))
-            self._ctx.storage_manager._l1_manager.delete(unfinished, force=True)
-        original(self, instance_id, entry)
+        _drop_unfinished(self, instance_id)
+        release(self, instance_id, entry)
+
+    # LMCache compares a handler's signature with its protocol: `wraps` keeps what it looks at.
+    @functools.wraps(register)
+    def register_again(self: Any, payload: Any) -> Any:
+        _drop_unfinished(self, payload.instance_id)
+        return register(self, payload)
 
     module._release_entry = release_entry
+    module.register_kv_cache_engine_driven_context = register_again
+
+
+def _drop_unfinished(module: Any, instance_id: int) -> None:
+    with module._pending_shm_lock:
+        writes = [module._pending_shm_writes.pop(k) for k in [*module._pending_shm_writes] if k[0] == instance_id]
+        reads = [module._pending_shm_reads.pop(k) for k in [*module._pending_shm_reads] if k[0] == instance_id]
+    storage = module._ctx.storage_manager
+    if unfinished := [key for keys in writes for key in keys]:
+        logger.warning("kvstrata: %d unfinished blocks of a vLLM that was lost are deleted", len(unfinished))
+        storage._l1_manager.delete(unfinished, force=True)
+    for keys in filter(None, reads):
+        storage.finish_read_prefetched(keys)
