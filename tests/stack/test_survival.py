@@ -16,7 +16,7 @@ from tests.stack.harness import Answer, Stack, chunks, prompt, wait_until
 
 pytestmark = pytest.mark.stack
 
-ROUNDS = int(os.environ.get("KVSTRATA_ROUNDS", "3"))  # `make soak` runs 20
+ROUNDS = int(os.environ.get("KVSTRATA_ROUNDS", "1"))  # `make soak` runs 20
 
 
 def transfer(stack: Stack) -> str:

@@ -195,7 +195,7 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         self._expected_chunk_size = int(extra_config["kvstrata.chunk_size"])
         self._report = report
         timeout = float(extra_config.get("lmcache.mp.mq_timeout", 5))
-        # Held while bytes move through shared memory: a registration lets the server free what was unfinished before it.
+        # Held while bytes move through shared memory: a registration lets the server free what was unfinished.
         self._moving = threading.Lock()
         with _chunk_size_from(self._expected_chunk_size, timeout) as absent:
             super().__init__(*args, extra_config=extra_config, **kwargs)
