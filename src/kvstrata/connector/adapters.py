@@ -82,18 +82,20 @@ class _Heartbeat(mpa.HeartbeatThread):  # type: ignore[misc]
         self._on_change = on_change
 
     def _execute(self) -> Any:
-        was_healthy = self._health_event.is_set()
         known = self._ping()
         if self.stop_requested:
             return mpa.ThreadRunSummary(success=True, message="stopping")
-        healthy = known is not None
-        if healthy and not (known and was_healthy):
-            logger.warning("kvstrata: lmcache server %s; registering", "is back" if not was_healthy else "restarted")
-            healthy = self._recover_callback()
-        if healthy:
-            self._health_event.set()
-        else:
+        # Looked at after the ping: the engine's thread may have given the server up while the ping was under way.
+        was_healthy = self._health_event.is_set()
+        if known is None:
             self._health_event.clear()
+        elif not (known and was_healthy):
+            logger.warning("kvstrata: lmcache server %s; registering", "restarted" if was_healthy else "is back")
+            if self._recover_callback():
+                self._health_event.set()
+            else:
+                self._health_event.clear()
+        healthy = self._health_event.is_set()
         if healthy != was_healthy:
             logger.warning("kvstrata: cache %s", "in use again" if healthy else "not in use: no answer from lmcache")
         self._on_change()
