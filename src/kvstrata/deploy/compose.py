@@ -81,10 +81,12 @@ class Compose:
         if process.returncode != 0 or not all(state.ok for state in self._states()):
             raise self._why(text)
         self._drop_old_pools()
+        self._drop_old_networks()
 
     def down(self) -> None:
         """Stop and remove the containers and networks. Volumes and data folders stay."""
         self._compose("down", "--remove-orphans")
+        self._drop_old_networks()
 
     def ps(self) -> list[ServiceState]:
         """All containers of the project, stopped ones too, by service name."""
@@ -247,6 +249,13 @@ class Compose:
         done = self._docker("inspect", *ids, check=False)  # a container may go between ps and here
         found: list[dict[str, Any]] = json.loads(done.stdout or "[]")
         return found
+
+    def _drop_old_networks(self) -> None:
+        """Remove networks of layers that were taken out: compose leaves them behind. Docker refuses those in use."""
+        mine = f"label=com.docker.compose.project={self._settings.project}"
+        names = self._docker("network", "ls", "-q", "--filter", "dangling=true", "--filter", mine, check=False).stdout
+        if ids := names.split():
+            self._docker("network", "rm", *ids, check=False)
 
     def _drop_old_pools(self) -> None:
         """Remove shared-memory volumes of earlier sizes (their name carries it); they are tmpfs, unused and empty."""
