@@ -95,7 +95,18 @@ def test_shared_memory_of_an_earlier_size_is_removed_and_nothing_else(fake: Fake
         f'echo "$@" >> calls; case "$1 $2" in "ps --all") echo "[]";; "volume ls") printf "{volumes}";; esac'
     )
     compose.up(5)
-    assert (tmp_path / "calls").read_text().splitlines()[-1] == "volume rm mine_shm_1"
+    removed = [call for call in (tmp_path / "calls").read_text().splitlines() if call.startswith("volume rm")]
+    assert removed == ["volume rm mine_shm_1"]
+
+
+def test_networks_that_nothing_uses_go_after_up_and_after_down(fake: Fake, tmp_path: Path) -> None:
+    compose = fake('echo "$@" >> calls; case "$1 $2" in "ps --all") echo "[]";; "network ls") echo n1;; esac')
+    for act in (lambda: compose.up(5), compose.down):
+        act()
+        lines = (tmp_path / "calls").read_text().splitlines()
+        assert lines[-1] == "network rm n1"
+        listed = next(line for line in reversed(lines) if line.startswith("network ls"))
+        assert "dangling=true" in listed and "label=com.docker.compose.project=" in listed
 
 
 def test_errors_carry_the_command_and_a_missing_one_says_so(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
