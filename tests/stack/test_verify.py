@@ -28,7 +28,7 @@ def at(phase: str, action: Callable[[], None]) -> Callable[[str], None]:
 
 def test_an_untouched_stack_passes_live(stack: Stack) -> None:
     report = prove(stack, live=True)
-    assert report.passed, report.failures
+    assert report.passed, report.all_failures
 
 
 def test_verify_removes_its_own_blocks(stack: Stack) -> None:
@@ -56,7 +56,7 @@ def test_random_bytes_on_disk_fail_the_phase_that_reads_them(stack: Stack) -> No
     finally:
         _replace_cache(stack, keep)
     assert report is not None and not report.passed
-    assert any("restart_both" in failure for failure in report.failures), report.failures
+    assert any("restart_both" in failure for failure in report.all_failures), report.all_failures
 
 
 def _replace_cache(stack: Stack, keep: Path) -> None:
@@ -82,7 +82,7 @@ def test_an_emptied_l2_fails_the_phase_that_reads_it(stack: Stack) -> None:
 
     report = prove(stack, live=True, before=at("live_l2", empty))
     assert not report.passed
-    assert any("live_l2" in failure for failure in report.failures), report.failures
+    assert any("live_l2" in failure for failure in report.all_failures), report.all_failures
 
 
 def test_a_missing_guard_fails(stack: Stack) -> None:
@@ -104,7 +104,7 @@ def test_a_missing_guard_fails(stack: Stack) -> None:
         assert done.returncode == 0, done.stderr
         report = prove(stack, live=True)
         assert not report.passed
-        assert any("guard" in failure for failure in report.failures), report.failures
+        assert any("guard" in failure for failure in report.all_failures), report.all_failures
         assert stack.cli("status").returncode == 1
     finally:
         stack.set(KV_LAYERS="nvme,hook")
@@ -119,7 +119,7 @@ def test_another_chunk_size_on_the_server_fails(stack: Stack) -> None:
     try:
         report = prove(stack, live=True)
         assert not report.passed
-        assert any("chunk" in failure for failure in report.failures), report.failures
+        assert any("chunk" in failure for failure in report.all_failures), report.all_failures
     finally:
         stack.set(KV_CHUNK_SIZE="256")
 
