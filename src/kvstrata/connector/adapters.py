@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +220,20 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         self._tell()
 
     def _send_register_kv_caches_request(self, kv_caches: Any) -> None:
+        self._close_context(self.transfer_ctx)
         super()._send_register_kv_caches_request(kv_caches)
         context = getattr(self.transfer_ctx, "_engine_driven_context", None)
         if context is not None:
             self._fail_fast(context)
+
+    @staticmethod
+    def _close_context(old: Any) -> None:
+        """Unmap the pool of a server that is gone at once: /dev/shm holds two pools, not three."""
+        context = getattr(old, "_engine_driven_context", None)
+        if context is not None:
+            vars(context).pop("prepare_retrieve", None)  # our wrapper refers back to the context
+            with suppress(Exception):
+                old.close()
 
     def _fail_fast(self, context: Any) -> None:
         """After a retrieve that timed out, upstream waits for the commit as well: twice `mq_timeout` for nothing."""
@@ -282,12 +292,25 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
     def submit_retrieve_request(self, request_id: str, op: Any, event: Any, cache_salt: str = "") -> None:
         try:
             _pause_at("before_retrieve")
-            with self._moving if self.is_healthy else nullcontext():
+            if not self.is_healthy:
+                raise ConnectionError("lmcache is not in use")
+            with self._moving:
                 super().submit_retrieve_request(request_id, op, event, cache_salt=cache_salt)
+            future, _ = self.retrieve_futures[request_id]
+            self.retrieve_futures[request_id] = (future, self._written_blocks(op))
         except Exception as error:
-            self.error_block_ids.update(op.flat_block_ids)
+            self.error_block_ids.update(self._written_blocks(op))
             self._dropped_retrieves.add(request_id)
             self._lost("retrieve", request_id, error)
+
+    def _written_blocks(self, op: Any) -> list[int]:
+        """Blocks that a retrieve fills. An operation begins at the chunk below the L0 hit; the blocks before the hit
+        are valid and shared with running requests, and naming them as failed would set those requests back."""
+        if len(op.block_ids) != 1 or isinstance(op.block_ids[0], int):
+            return list(op.flat_block_ids)
+        blocks = list(op.block_ids[0])
+        per_block = self.lmcache_tokens_per_chunk // self.blocks_in_chunk
+        return blocks[op.skip_first_n_tokens // per_block :]
 
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
         failed = [

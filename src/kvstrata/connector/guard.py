@@ -52,8 +52,18 @@ def _salt_key(extra: dict[str, Any]) -> bytes:
     return key
 
 
+def _computed_tokens(scheduler_output: Any) -> dict[str, int]:
+    """Tokens of each scheduled request that are computed when this step ends, by the scheduler's own count."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    before = {request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs}
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {request_id: count + scheduled.get(request_id, 0) for request_id, count in before.items()}
+
+
 class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
-    """See the module. Scheduler-side state: `_loading` (loads under way), `_failed` (loads that failed), `_unfreed`."""
+    """See the module. Scheduler-side state: `_loading` (loads under way), `_failed` (loads that failed),
+    `_unfreed` (ended requests whose blocks vLLM still holds for us), `_draining` (those of them that were loading)."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         pair = check_pair(vllm.__version__, version("lmcache"))
@@ -83,6 +93,7 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
         self._loading: set[str] = set()
         self._failed: dict[str, int | None] = {}
         self._unfreed: set[str] = set()
+        self._draining: set[str] = set()
         report.update(healthy=adapter.is_healthy)
         logger.info("kvstrata guard loaded: role=%s, %s, keys of %s", role_name, pair, name)
 
@@ -105,6 +116,18 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
     # -- lookup -------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Failures are misses here too: what goes wrong in a lookup costs this request its cache, nothing else."""
+        try:
+            return self._matched_tokens(request, num_computed_tokens)
+        except Exception:
+            logger.exception("kvstrata: lookup of %s failed; served without the cache", request.request_id)
+            tracker = super()._get_or_create_request_tracker(request)
+            tracker.kvstrata_keyed = True
+            tracker.num_lmcache_hit_tokens = tracker.num_vllm_hit_tokens = 0
+            tracker.num_stored_tokens = _NEVER_STORE
+            return 0, False
+
+    def _matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tracker = self._get_or_create_request_tracker(request)
         if request.request_id in self._failed:
             # A load of this request failed: computed locally now. A second one would wait for a load that nobody makes.
@@ -116,6 +139,8 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
             return 0, False
         if request.skip_reading_prefix_cache:
             # prompt_logprobs needs every position computed; LMCache's connector does not look.
+            if self._skip_save(request):
+                tracker.num_stored_tokens = _NEVER_STORE
             return 0, False
         if tracker.state == _State.PREFETCHING and request.status != RequestStatus.PREEMPTED:
             # vLLM asks again when blocks were short; upstream adds the same hit once more each time.
@@ -156,9 +181,15 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
-        if not self.scheduler_adapter.is_healthy:
-            # Known to be gone: the worker need not find out once more. Retrieves stay, to be reported as failed.
-            metadata.requests = [r for r in metadata.requests if r.direction != "STORE"]
+        computed = _computed_tokens(scheduler_output)
+        # A server known to be gone need not be found out once more by the worker. And whatever the tracker thinks, no
+        # token is stored that this step does not compute. Retrieves stay: they have to be reported as failed.
+        metadata.requests = [
+            r
+            for r in metadata.requests
+            if r.direction != "STORE"
+            or (self.scheduler_adapter.is_healthy and r.op.end <= computed.get(r.request_id, 0))
+        ]
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -178,16 +209,21 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
             connector_output.finished_recving = received
             self._loading -= received
             self._unfreed -= received
+            self._draining -= received
         if connector_output.finished_sending:
-            connector_output.finished_sending = connector_output.finished_sending & self._unfreed
-            self._unfreed -= connector_output.finished_sending
+            # Blocks of an aborted request stay until its load has ended: the server may still write into them.
+            sent = (connector_output.finished_sending & self._unfreed) - self._draining
+            connector_output.finished_sending = sent
+            self._unfreed -= sent
         super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         self._unfreed.add(request_id)
         self._failed.pop(request_id, None)
-        self._loading.discard(request_id)
+        if request_id in self._loading:
+            self._loading.discard(request_id)
+            self._draining.add(request_id)
         tracker = self.request_trackers.get(request_id)
         if tracker is None:
             # Gone before it was looked up; upstream asserts a tracker when the client asked for statistics.

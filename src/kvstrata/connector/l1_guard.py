@@ -52,32 +52,40 @@ def install() -> None:
     state, manager = l1_manager.L1ObjectState, l1_manager.L1Manager
     if getattr(state, "kvstrata", False):
         return
-    reserve, finish, finish_read = manager.reserve_write, manager.finish_write, manager.finish_write_and_reserve_read
+    reserve, finish, finish_read, delete = (
+        _unlocked(method)
+        for method in (
+            manager.reserve_write, manager.finish_write, manager.finish_write_and_reserve_read, manager.delete
+        )
+    )  # fmt: skip
     success = l1_manager.L1Error.SUCCESS
 
     def reserve_write(self: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # A writer that never came back: its lock has expired, its bytes are unknown. Make room for a new one.
-        dead = [k for k in keys if _unfinished(self, k) and not self._objects[k].write_lock.is_locked()]
-        if dead:
-            self.delete(dead, force=True)
-        result = reserve(self, keys, *args, **kwargs)
-        _mark(self, [k for k, (error, _) in result.items() if error == success], False)
-        return result
+        with self._lock:
+            # A writer that never came back: its lock has expired, its bytes are unknown. Make room for a new one.
+            dead = [k for k in keys if _unfinished(self, k) and not self._objects[k].write_lock.is_locked()]
+            if dead:
+                delete(self, dead, force=True)
+            result = reserve(self, keys, *args, **kwargs)
+            _mark(self, [k for k, (error, _) in result.items() if error == success], False)
+            return result
 
     def finish_write(self: Any, keys: Any) -> Any:
-        # Marked first, because listeners inside `finish` may read the block at once; taken back where it failed.
-        finishing = _finishing(self, keys)
-        _mark(self, finishing, True)
-        result = finish(self, keys)
-        _mark(self, [k for k in finishing if result.get(k) != success], False)
-        return result
+        with self._lock:
+            # Marked first: listeners inside `finish` may read the block at once. Taken back where it failed.
+            finishing = _finishing(self, keys)
+            _mark(self, finishing, True)
+            result = finish(self, keys)
+            _mark(self, [k for k in finishing if result.get(k) != success], False)
+            return result
 
     def finish_write_and_reserve_read(self: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        finishing = _finishing(self, keys)
-        _mark(self, finishing, True)
-        result = finish_read(self, keys, *args, **kwargs)
-        _mark(self, [k for k in finishing if result.get(k, (None,))[0] != success], False)
-        return result
+        with self._lock:
+            finishing = _finishing(self, keys)
+            _mark(self, finishing, True)
+            result = finish_read(self, keys, *args, **kwargs)
+            _mark(self, [k for k in finishing if result.get(k, (None,))[0] != success], False)
+            return result
 
     def available_for_read(self: Any) -> bool:
         return getattr(self, "kvstrata_committed", False) and not self.write_lock.is_locked()
@@ -89,6 +97,11 @@ def install() -> None:
     _guard_prefetch()
     _guard_reaping()
     logger.info("kvstrata: unfinished blocks are never readable (L1 guard installed)")
+
+
+def _unlocked(method: Any) -> Any:
+    """The function inside `l1_mgr_synchronized`'s wrapper: the lock cannot be taken twice."""
+    return next(cell.cell_contents for cell in method.__closure__ if callable(cell.cell_contents))
 
 
 def _mark(manager: Any, keys: Any, committed: bool) -> None:
@@ -148,7 +161,7 @@ def _drop_unfinished(module: Any, instance_id: int) -> None:
         writes = [module._pending_shm_writes.pop(k) for k in [*module._pending_shm_writes] if k[0] == instance_id]
         reads = [module._pending_shm_reads.pop(k) for k in [*module._pending_shm_reads] if k[0] == instance_id]
     storage = module._ctx.storage_manager
-    if unfinished := [key for keys in writes for key in keys]:
+    if unfinished := [key for keys in writes for key in keys if _unfinished(storage._l1_manager, key)]:
         logger.warning("kvstrata: %d unfinished blocks of a vLLM that was lost are deleted", len(unfinished))
         storage._l1_manager.delete(unfinished, force=True)
     for keys in filter(None, reads):

@@ -109,7 +109,8 @@ def _owner(settings: Settings) -> list[Finding]:
         Finding(
             "folder", "error", f"{folder} belongs to uid {owner}",
             f"uid {settings.uid} (KV_UID): the services write there",
-            f"sudo chown -R {settings.uid}:{settings.gid} {folder}, or set KV_UID={owner} in .env",
+            f"KV_CACHE_DIR={folder / 'kvstrata'} in .env; or, if it is this cache's own folder: "
+            f"sudo chown -R {settings.uid}:{settings.gid} {folder}",
         )
     ]  # fmt: skip
 

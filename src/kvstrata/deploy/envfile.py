@@ -30,7 +30,7 @@ def ensure(root: Path, *, rootless: bool = False) -> bool:
         example = root / ".env.example"
         if not example.is_file():
             raise KvError(f"no {example}", "a complete checkout", "git checkout -- .env.example")
-        _replace(path, example.read_text(encoding="utf-8"), mode=0o644)
+        _replace(path, example.read_text(encoding="utf-8"), mode=0o600)  # a user may put a secret into it
     root_caller = os.geteuid() == 0
     uid, gid = (0, 0) if rootless else (SERVICE_ID, SERVICE_ID) if root_caller else (os.geteuid(), os.getegid())
     set_blank(root, {"KV_UID": str(uid), "KV_GID": str(gid)})
@@ -84,6 +84,11 @@ def write_managed(root: Path, values: Mapping[str, str]) -> bool:
     text = path.read_text(encoding="utf-8")
     block = "".join(f"{key}={dotenv.quote(values[key])}\n" for key in MANAGED_KEYS)
     old = rf"\n*^{re.escape(dotenv.BEGIN)}$.*?(?:^{re.escape(dotenv.END)}$\n?|\Z)"
+    begin, end = (re.search(rf"^{re.escape(mark)}$", text, re.M) for mark in (dotenv.BEGIN, dotenv.END))
+    if begin and not end:
+        # The end marker is lost: what is the user's below the begin marker stays.
+        keys = "|".join(map(re.escape, MANAGED_KEYS))
+        text = text[: begin.start()] + re.sub(rf"^(?:{keys})=.*\n?", "", text[begin.end() + 1 :], flags=re.M)
     user = re.sub(old, "\n", text, flags=re.M | re.S)
     new = f"{user.rstrip()}\n\n{dotenv.BEGIN}\n{block}{dotenv.END}\n"
     if new == text:
@@ -95,17 +100,30 @@ def write_managed(root: Path, values: Mapping[str, str]) -> bool:
 def ensure_data(settings: Settings) -> None:
     """Make the data folders, 0700 for cache and secrets, owned by KV_UID:KV_GID.
 
-    What exists keeps its content and mode, but a cache or secrets folder that others may enter is closed (R16).
+    Raises KvError for an existing cache or secrets folder that others may enter and that is not ours: closing it could
+    take a disk away from its users (R16 wants it closed; a folder below it can be).
     """
     settings.data_dir.mkdir(parents=True, exist_ok=True)
-    private = (settings.cache_dir, settings.secrets_dir)
+    private = {settings.cache_dir: "KV_CACHE_DIR", settings.secrets_dir: "KV_DATA_DIR"}
     for folder in (*private, settings.models_dir, settings.state_dir, settings.reports_dir):
         created = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         if created:
             _own(folder, settings)
         if folder in private and folder.stat().st_mode & 0o777 != 0o700:
+            if not created and not _ours(folder):
+                mode = folder.stat().st_mode & 0o777
+                raise KvError(
+                    f"{folder} exists, holds other files and is open to others (mode {mode:o})",
+                    "a folder that only the services enter (0700)",
+                    f"{private[folder]}={folder / 'kvstrata'} in .env; or, if nobody else needs it: chmod 700 {folder}",
+                )
             folder.chmod(0o700)
+
+
+def _ours(folder: Path) -> bool:
+    """Empty, or holding nothing but what this deployment puts there."""
+    return {path.name for path in folder.iterdir()} <= {"fs", "salt_key"}
 
 
 def ensure_secrets(settings: Settings) -> list[Path]:

@@ -15,6 +15,8 @@ _REFUSED = {
     "--host": "vLLM listens inside its container; only 127.0.0.1 of this machine reaches it",
     "--port": "set KV_PORT",
     "--model": "set MODEL_DIR or KV_MODEL",
+    "--config": "write the arguments themselves: what stands in a file cannot be checked",
+    "--api-key": "the API listens on 127.0.0.1 only and the proof has no key; put a gateway with keys before it",
 }
 #: vLLM takes these short forms too.
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}

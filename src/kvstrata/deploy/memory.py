@@ -62,12 +62,15 @@ def size(
                 f"at least {(l1 + GIB // 2) / GIB:g}: L1 ({l1_gb:g} GiB, it counts against lmcache) and 0.5 of its own",
                 "raise KV_LMCACHE_MEM_GB, or lower KV_L1_GB, or leave it blank",
             )
-    shm = _round_up(l1 + _QUEUES)
+    shm = _round_up(2 * l1 + _QUEUES)
     explain.append(
         f"lmcache limit {lmcache_mem / GIB:.4g} GiB: L1, which is counted against its writer, and "
         f"{(lmcache_mem - l1) / GIB:.3g} GiB of its own"
     )
-    explain.append(f"shared memory {shm / GIB:.4g} GiB: L1 and {_QUEUES / GIB:g} GiB for vLLM's queues, used or not")
+    explain.append(
+        f"shared memory {shm / GIB:.4g} GiB at most: L1 twice (a restarted server's pool beside the old one for "
+        f"seconds) and {_QUEUES / GIB:g} GiB for vLLM's queues"
+    )
     share = _gpu_share(device, host, lmcache_mem, extra, explain)
     return Memory(length, kv_gb, l1_gb, shm, vllm_mem, lmcache_mem, share)
 

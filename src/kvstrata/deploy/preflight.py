@@ -128,7 +128,7 @@ def _matrix(settings: Settings, plan: Plan | None) -> list[Finding]:
         return []
     locked = lock.load(settings.root)
     pair = locked.pair_for(settings.device).name
-    speculative = any(arg.startswith("--speculative") for arg in settings.vllm_extra_args)
+    speculative = any(arg.startswith(("--spec", "-sc")) for arg in settings.vllm_extra_args)
     cell = locked.cell(pair, _FAMILY[plan.family], speculative)
     if cell.status == "supported":
         return []

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from kvstrata.launch.config import ConfigError, Paths, number, whole
 from kvstrata.launch.supervise import Supervisor, failed_state
 
-__all__ = ["build_argv", "run"]
+__all__ = ["build_argv", "drop_old_pool", "run"]
 
 #: Fixed, so that a restarted server takes over its pool in /dev/shm instead of leaving one behind for each crash.
 SHM_NAME = "kvstrata"
@@ -26,7 +26,17 @@ def run(env: Mapping[str, str] = os.environ, paths: Paths | None = None) -> int:
     except ConfigError as error:
         return failed_state(str(error), paths.failed)
     runner = [sys.executable, "-m", "kvstrata.launch.lmcache_server", str(paths.http_socket), *argv]
-    return Supervisor("lmcache", runner, paths.failed, umask=UMASK).run()
+    return Supervisor("lmcache", runner, paths.failed, umask=UMASK, prepare=lambda: drop_old_pool(paths)).run()
+
+
+def drop_old_pool(paths: Paths) -> None:
+    """Unlink the pool of the server before this one.
+
+    LMCache 0.5.3 compares the free space of /dev/shm with L1 before it replaces the old pool
+    (v1/multiprocess/server.py:366); a full old one would make it fall back to pickle, in silence and for good.
+    vLLM's mapping of it goes when the guard registers again, so /dev/shm has room for two (deploy/memory.py).
+    """
+    (paths.shm / f"lmcache_l1_pool_{SHM_NAME}").unlink(missing_ok=True)
 
 
 def build_argv(env: Mapping[str, str], paths: Paths) -> list[str]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from kvstrata.launch.config import ConfigError
+
 __all__ = ["Limits", "Supervisor", "failed_state", "hold"]
 
 #: argparse and both servers end with 2 on arguments they do not take: trying again cannot help.
@@ -64,7 +66,10 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         crashes: deque[float] = deque()
         while True:
-            code = self._run_child()
+            try:
+                code = self._run_child()
+            except ConfigError as error:  # `prepare` found what a restart cannot mend
+                return self._give_up(str(error))
             if self._stopping:
                 return 0
             why = f"{self._name} {_ending(code)}"

@@ -23,11 +23,18 @@ def run(args: Sequence[str], env: Mapping[str, str] = os.environ, paths: Paths |
     """Supervise `vllm <args>` with the connector added; the failed state for anything a restart cannot mend."""
     paths = paths or Paths()
     try:
-        check_identity(required(env, "KV_IDENTITY"), paths)
+        identity = required(env, "KV_IDENTITY")
+        check_identity(identity, paths)
         argv = ["vllm", *build_argv(args, env, paths)]
     except ConfigError as error:
         return failed_state(str(error), paths.failed)
-    return Supervisor("vllm", argv, paths.failed, prepare=lambda: clean_up(paths)).run()
+
+    def prepare() -> None:
+        # Before each start, not only the first: the files may have been replaced while vLLM ran.
+        check_identity(identity, paths)
+        clean_up(paths)
+
+    return Supervisor("vllm", argv, paths.failed, prepare=prepare).run()
 
 
 def build_argv(args: Sequence[str], env: Mapping[str, str], paths: Paths) -> list[str]:

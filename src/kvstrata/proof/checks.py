@@ -94,13 +94,17 @@ def guard_problems(guard: GuardFacts, status: Mapping[str, Any], chunk_size: int
         if report.get("chunk_size") != chunk_size:
             found = report.get("chunk_size")
             problems.append(f"chunk size: found: {found} in the {role}; needed: {chunk_size} (settings)")
-    names = {str(report.get("identity")) for report in guard.roles.values()} | set(registered_models(status))
-    if not registered_models(status):
+    registered = registered_models(status)
+    names = {str(report.get("identity")) for report in guard.roles.values()}
+    if not registered:
         problems.append("guard: found: no engine registered with LMCache; needed: one, named <model>--<identity>")
-    if wrong := sorted(name for name in names if not _NAMED.match(name)):
+    if wrong := sorted(name for name in {*names, *registered} if not _NAMED.match(name)):
         problems.append(f"guard: found: engine named {wrong[0]}; needed: <model>--<32 hex digits of identity>")
     elif len(names) > 1:
         problems.append(f"guard: found: different identities {', '.join(sorted(names))}; needed: one")
+    elif registered and not names <= set(registered):
+        # More names are no fault: LMCache keeps an engine that was replaced until it is reaped (120 s).
+        problems.append(f"guard: found: LMCache knows {', '.join(registered)}; needed: {', '.join(names)}")
     found_files = (guard.value("facts") or {}).get("files", "")
     if files_digest and found_files and found_files != files_digest:
         problems.append(f"identity: found: files {found_files[:16]}… in vLLM; needed: {files_digest[:16]}… (.env)")
