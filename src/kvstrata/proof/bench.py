@@ -42,19 +42,9 @@ def run(
 
     Kills servers, so it refuses (KvError) while requests of others are in flight.
     """
-    if not settings.persist:
-        raise KvError("KV_PERSIST=0: no cache", "KV_PERSIST=1", "set KV_PERSIST=1 in .env, then `make up`")
-    from kvstrata.proof.docker_control import DockerControl, PlainVllm
+    from kvstrata.proof.docker_control import PlainVllm, running_stack
 
-    target = Target(
-        vllm_url=f"http://127.0.0.1:{settings.port}",
-        lmcache_url=f"http://127.0.0.1:{settings.metrics_port}",
-        device=settings.device or "cpu",
-        chunk_size=settings.chunk_size,
-        control=DockerControl(settings, root),
-        wait_timeout_s=settings.wait_timeout,
-        files_digest=settings.managed.get("KV_IDENTITY", ""),
-    )
+    target = running_stack(settings, root)
     plain = PlainVllm(settings, root)
     chosen = tuple(lengths) or DEFAULT_LENGTHS.get(target.device, DEFAULT_LENGTHS[""])
     report = measure(target, chosen, repeats, lambda: plain, say=lambda text: console.print(text, markup=False))

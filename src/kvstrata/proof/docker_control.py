@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstrata.deploy import layers
+from kvstrata.deploy import layers, lock
 from kvstrata.deploy.compose import Compose
+from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
+from kvstrata.proof.control import Target
 
-__all__ = ["DockerControl", "PlainVllm"]
+__all__ = ["DockerControl", "PlainVllm", "running_stack"]
 
 
 class DockerControl:
@@ -56,3 +58,19 @@ class PlainVllm:
     def __exit__(self, *_error: object) -> None:
         self._full.start(["vllm"])
         self._full.wait_healthy(["vllm"], self._timeout_s)
+
+
+def running_stack(settings: Settings, root: Path) -> Target:
+    """The stack of `settings` as the proof and the benchmark reach it. KvError where there is no cache to measure."""
+    if not settings.persist:
+        raise KvError("KV_PERSIST=0: no cache", "KV_PERSIST=1", "set KV_PERSIST=1 in .env, then `make up`")
+    return Target(
+        vllm_url=f"http://127.0.0.1:{settings.port}",
+        lmcache_url=f"http://127.0.0.1:{settings.metrics_port}",
+        device=settings.device or "cpu",
+        chunk_size=settings.chunk_size,
+        control=DockerControl(settings, root),
+        wait_timeout_s=settings.wait_timeout,
+        locked_chunk=lock.load(root).chunk_size,
+        files_digest=settings.managed.get("KV_IDENTITY", ""),
+    )

@@ -25,7 +25,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvstrata.deploy import lock
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
 from kvstrata.proof.checks import guard_problems, read_guard
@@ -60,20 +59,9 @@ def run(
     Raises:
         KvError: nothing to prove (KV_PERSIST=0, stack not up), or requests of others are in flight without `force`.
     """
-    if not settings.persist:
-        raise KvError("KV_PERSIST=0: no cache", "KV_PERSIST=1", "set KV_PERSIST=1 in .env, then `make up`")
-    from kvstrata.proof.docker_control import DockerControl
+    from kvstrata.proof.docker_control import running_stack
 
-    target = Target(
-        vllm_url=f"http://127.0.0.1:{settings.port}",
-        lmcache_url=f"http://127.0.0.1:{settings.metrics_port}",
-        device=settings.device or "cpu",
-        chunk_size=settings.chunk_size,
-        control=DockerControl(settings, root),
-        wait_timeout_s=settings.wait_timeout,
-        locked_chunk=lock.load(root).chunk_size,
-        files_digest=settings.managed.get("KV_IDENTITY", ""),
-    )
+    target = running_stack(settings, root)
     report = prove(target, live=live, force=force, before=before)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     for path in (settings.reports_dir / f"verify-{stamp}.json", json_path):
