@@ -153,8 +153,14 @@ class Stack:
     def cache_healthy(self) -> bool:
         return bool(self.guard("worker")["healthy"] and self.guard("scheduler")["healthy"])
 
+    def registered(self) -> bool:
+        """The cache server answers and knows a vLLM (a guard that has not noticed a restart yet says `healthy`)."""
+        status = self.client.get(self.metrics_url + "/status")
+        return status.status_code == 200 and status.json()["worker_liveness"]["tracked_instances"] > 0
+
     def wait_ready(self, seconds: float = 240) -> None:
         wait_until(self.healthy, seconds, "vLLM healthy")
+        wait_until(self.registered, 90, "vLLM registered with lmcache")
         wait_until(self.cache_healthy, 90, "the guard says that the cache is healthy")
 
     def drop_l0(self) -> None:
