@@ -46,8 +46,10 @@ class PlainVllm:
 
     def __init__(self, settings: Settings, root: Path) -> None:
         files = layers.compose_file(root, layers.plain(settings))
-        # Compose takes COMPOSE_FILE of the environment before .env's; `env` sets it for this one command.
-        self._plain = Compose(root, settings, ("env", f"COMPOSE_FILE={files}", "docker", "compose"))
+        # Compose takes COMPOSE_FILE of the environment before .env's; `env` sets it for this one command. It then looks
+        # for .env beside the first file, so it has to be told.
+        command = ("env", f"COMPOSE_FILE={files}", "docker", "compose", "--env-file", str(settings.env_file))
+        self._plain = Compose(root, settings, command)
         self._full = Compose(root, settings)
         self._timeout_s = settings.wait_timeout
 
