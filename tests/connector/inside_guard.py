@@ -10,7 +10,7 @@ from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
 from lmcache.v1.multiprocess.modules.management import ManagementModule
 from vllm.v1.core.sched.output import CachedRequestData
 
-from kvstrata.connector import adapters, liveness
+from kvstrata.connector import adapters, liveness, server_watch
 from kvstrata.connector.guard import KvstrataConnector, _computed_tokens
 
 
@@ -67,7 +67,7 @@ def test_the_heartbeat_registers_when_the_server_does_not_know_us(
     event, calls = threading.Event(), []
     if before:
         event.set()
-    beat = adapters._Heartbeat(mq_client=None, health_event=event, interval=1, on_change=lambda: None)
+    beat = server_watch.Heartbeat(mq_client=None, health_event=event, interval=1, on_change=lambda: None)
     beat.register_recover_callback(lambda: calls.append(1) or True)
     monkeypatch.setattr(beat, "_ping", lambda: answer)
     beat._execute()
@@ -77,7 +77,7 @@ def test_the_heartbeat_registers_when_the_server_does_not_know_us(
 def test_a_server_given_up_during_a_ping_is_registered_with_again(monkeypatch: pytest.MonkeyPatch) -> None:
     event, calls = threading.Event(), []
     event.set()
-    beat = adapters._Heartbeat(mq_client=None, health_event=event, interval=1, on_change=lambda: None)
+    beat = server_watch.Heartbeat(mq_client=None, health_event=event, interval=1, on_change=lambda: None)
     beat.register_recover_callback(lambda: calls.append(1) or True)
 
     def ping() -> bool:

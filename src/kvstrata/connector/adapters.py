@@ -11,56 +11,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lmcache.integration.vllm import vllm_multi_process_adapter as mpa
 
 from kvstrata.connector.report import GuardReport
+from kvstrata.connector.server_watch import Heartbeat, chunk_size_from, require_chunk_size, same_chunk_size
 
-__all__ = ["ChunkSizeMismatch", "GuardedSchedulerAdapter", "GuardedWorkerAdapter"]
+__all__ = ["GuardedSchedulerAdapter", "GuardedWorkerAdapter", "guarded_adapters"]
 
 logger = logging.getLogger("vllm.kvstrata.guard")
 
 _LOOKUP_DEADLINE_S = 20.0  # a prefetch has no time-out in LMCache; a hung disk must not hold a request for ever
 _HOOK_FOLDER = "KVSTRATA_TEST_HOOK_DIR"
-
-
-class ChunkSizeMismatch(RuntimeError):
-    """Server and vLLM disagree on tokens per chunk: every hit would be counted wrongly."""
-
-
-@contextmanager
-def _chunk_size_from(expected: int, timeout: float) -> Iterator[list[str]]:
-    """While an adapter is constructed, let an absent server count as one that has `expected` tokens a chunk.
-
-    Yields a list that afterwards names the absent servers (empty when all answered).
-    """
-    absent: list[str] = []
-    original = mpa.get_lmcache_chunk_size
-
-    def query(client: Any, timeout_: float = timeout, **_: Any) -> int:
-        try:
-            return int(original(client, timeout=timeout))
-        except TimeoutError:
-            absent.append("lmcache server")
-            return expected
-
-    mpa.get_lmcache_chunk_size = query
-    try:
-        yield absent
-    finally:
-        mpa.get_lmcache_chunk_size = original
-
-
-def _require_chunk_size(found: int, expected: int) -> None:
-    if found != expected:
-        raise ChunkSizeMismatch(
-            f"kvstrata: chunk size mismatch. found: {found} tokens on the lmcache server. needed: {expected} "
-            "(KV_CHUNK_SIZE of this vLLM). fix: run `make up`, which gives both the same value."
-        )
 
 
 def _pause_at(point: str) -> None:
@@ -74,42 +41,6 @@ def _pause_at(point: str) -> None:
         time.sleep(0.02)
 
 
-class _Heartbeat(mpa.HeartbeatThread):  # type: ignore[misc]
-    """LMCache's heartbeat, with a third answer: the server is there but does not know this worker (`liveness`)."""
-
-    def __init__(self, *args: Any, on_change: Callable[[], None], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._on_change = on_change
-
-    def _execute(self) -> Any:
-        known = self._ping()
-        if self.stop_requested:
-            return mpa.ThreadRunSummary(success=True, message="stopping")
-        # Looked at after the ping: the engine's thread may have given the server up while the ping was under way.
-        was_healthy = self._health_event.is_set()
-        if known is None:
-            self._health_event.clear()
-        elif not (known and was_healthy):
-            logger.warning("kvstrata: lmcache server %s; registering", "restarted" if was_healthy else "is back")
-            if self._recover_callback():
-                self._health_event.set()
-            else:
-                self._health_event.clear()
-        healthy = self._health_event.is_set()
-        if healthy != was_healthy:
-            logger.warning("kvstrata: cache %s", "in use again" if healthy else "not in use: no answer from lmcache")
-        self._on_change()
-        return mpa.ThreadRunSummary(success=True, message="healthy" if healthy else "unhealthy")
-
-    def _ping(self) -> bool | None:
-        """True or False as the server says, None without an answer within the interval (seconds)."""
-        try:
-            future = mpa.send_lmcache_request(self._mq_client, mpa.RequestType.PING, [self._instance_id])
-            return bool(future.result(timeout=self._interval))
-        except Exception:
-            return None
-
-
 class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[misc]
     """Scheduler side: lookups. Every failure is (0 tokens found)."""
 
@@ -118,9 +49,9 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
         self._report = report
         self._lookup_started: dict[str, float] = {}
         timeout = float(extra_config.get("lmcache.mp.mq_timeout", 5))
-        with _chunk_size_from(self._expected_chunk_size, timeout) as absent:
+        with chunk_size_from(self._expected_chunk_size, timeout) as absent:
             super().__init__(*args, extra_config=extra_config, **kwargs)
-        _require_chunk_size(self.lmcache_tokens_per_chunk, self._expected_chunk_size)
+        require_chunk_size(self.lmcache_tokens_per_chunk, self._expected_chunk_size)
         if absent:
             logger.warning("kvstrata: no lmcache server yet; vLLM starts without it and uses it when it comes")
             for event in self._health_events.values():
@@ -136,25 +67,17 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
             if self._heartbeats:
                 return
             for url, client in self.mq_clients.items():
-                heartbeat = _Heartbeat(
+                heartbeat = Heartbeat(
                     mq_client=client,
                     health_event=self._health_events[url],
                     interval=self._heartbeat_interval,
                     on_change=lambda: self._report.update(healthy=self.is_healthy),
                 )
-                heartbeat.register_recover_callback(lambda c=client: self._same_chunk_size(c))
+                heartbeat.register_recover_callback(
+                    partial(same_chunk_size, client, self._mq_timeout, self._expected_chunk_size)
+                )
                 heartbeat.start()
                 self._heartbeats[url] = heartbeat
-
-    def _same_chunk_size(self, client: Any) -> bool:
-        try:
-            _require_chunk_size(
-                int(mpa.get_lmcache_chunk_size(client, timeout=self._mq_timeout)), self._expected_chunk_size
-            )
-        except (TimeoutError, ChunkSizeMismatch) as error:
-            logger.error("%s", error)
-            return False
-        return True
 
     def maybe_submit_lookup_request(self, request_id: str, token_ids: list[int], cache_salt: str = "") -> None:
         try:
@@ -199,9 +122,9 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         timeout = float(extra_config.get("lmcache.mp.mq_timeout", 5))
         # Held while bytes move through shared memory: a registration lets the server free what was unfinished.
         self._moving = threading.Lock()
-        with _chunk_size_from(self._expected_chunk_size, timeout) as absent:
+        with chunk_size_from(self._expected_chunk_size, timeout) as absent:
             super().__init__(*args, extra_config=extra_config, **kwargs)
-        _require_chunk_size(self.lmcache_tokens_per_chunk, self._expected_chunk_size)
+        require_chunk_size(self.lmcache_tokens_per_chunk, self._expected_chunk_size)
         if absent:
             self._health_event.clear()
 
@@ -254,7 +177,7 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         with self._heartbeat_lock:
             if self._heartbeat is not None:
                 return
-            heartbeat = _Heartbeat(
+            heartbeat = Heartbeat(
                 mq_client=self.mq_client,
                 health_event=self._health_event,
                 interval=self._heartbeat_interval,
@@ -266,12 +189,7 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
             self._heartbeat = heartbeat
 
     def _reregister_kv_caches_callback(self) -> bool:
-        try:
-            _require_chunk_size(
-                int(mpa.get_lmcache_chunk_size(self.mq_client, timeout=self._mq_timeout)), self._expected_chunk_size
-            )
-        except (TimeoutError, ChunkSizeMismatch) as error:
-            logger.error("%s", error)
+        if not same_chunk_size(self.mq_client, self._mq_timeout, self._expected_chunk_size):
             return False
         with self._moving:
             return bool(super()._reregister_kv_caches_callback())
