@@ -19,6 +19,9 @@ MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "lmcache.integration.vllm.lmcache_mp_connector",
     "lmcache.v1.multiprocess.server",
+    # the block store's
+    "zlib_ng.zlib_ng",
+    "blosc",
 )
 # vllm._C is imported by name: vLLM itself only warns when it does not load.
 DEVICE_MODULES = {"cpu": ("vllm._C", "vllm.v1.worker.cpu_worker"), "gpu": ("vllm.v1.worker.gpu_worker",)}

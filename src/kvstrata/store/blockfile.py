@@ -1,0 +1,144 @@
+"""Blocks as files below a root: written whole or not at all, and read with every byte checked (docs/format.md)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata.store.blockread import OpenBlock, open_block
+from kvstrata.store.blockwrite import fill
+from kvstrata.store.codecs import codec as find_codec
+from kvstrata.store.folders import link_unnamed, make_folders
+from kvstrata.store.format import SUB_LIMIT, SUB_SMALLEST, BadBlock, Header, fitting_sub_bytes
+from kvstrata.store.keys import BlockKey
+from kvstrata.store.lease import UNLIMITED, Expired, Lease
+from kvstrata.store.scratch import Scratch
+
+__all__ = ["UNLIMITED", "BlockIO", "Expired", "Lease", "OpenBlock", "Written"]
+
+_TRIES = 3
+_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a write did. `existed`: the name was taken, so nothing was published and the rest says nothing.
+    `allocated`: bytes on disk, st_blocks * 512; `stored_len`: of the payload; `mtime_ns`: its first last use.
+    """
+
+    existed: bool
+    allocated: int
+    stored_len: int
+    mtime_ns: int
+
+
+class BlockIO:
+    """Reads and writes the blocks of one root; thread-safe, and without state but per-thread scratch memory.
+
+    `codec`: of what is written (CodecError where it cannot be had); every codec is read. `direct`: O_DIRECT, for a file
+    system that takes it. `sub_bytes`: a power of two from 4 KiB to 64 MiB. `clock`: gives new blocks their mtime in ns.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        codec: str = "raw",
+        direct: bool = False,
+        sub_bytes: int = 1 << 20,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        if sub_bytes & (sub_bytes - 1) or not SUB_SMALLEST <= sub_bytes <= SUB_LIMIT:
+            raise ValueError(f"found: sub_bytes {sub_bytes}; needed: a power of two, {SUB_SMALLEST} to {SUB_LIMIT}")
+        self._root = os.path.abspath(root)  # noqa: PTH100
+        self._codec = find_codec(codec)
+        self._direct = direct
+        self._sub_bytes = sub_bytes
+        self._clock = clock
+        self._scratch = Scratch()
+        self._decoded = Scratch()
+
+    def write(
+        self,
+        key: BlockKey,
+        source: memoryview,
+        itemsize: int,
+        lease: Lease,
+        *,
+        publish: Callable[[], bool] | None = None,
+    ) -> Written:
+        """Store `source` (contiguous, format B; `itemsize` bytes a KV element, 1 to 255) under `key`, unless there is
+        such a block. `publish` is asked right before the block becomes visible; False means Expired.
+
+        Raises OSError (ENOSPC, EIO, …; FileNotFoundError: the root is gone), Expired, ValueError. Then nothing is left.
+        """
+        if not 1 <= itemsize <= 255:
+            raise ValueError(f"found: item size {itemsize}; needed: 1 to 255")
+        sub_bytes = fitting_sub_bytes(len(source), self._sub_bytes)
+        path = f"{self._root}/{key.path}"
+        fd = self._unnamed(key, path)
+        try:
+            direct = self._scratch if self._direct else None
+            stored_len = fill(fd, key, source, itemsize, sub_bytes, self._codec, lease, direct)
+            status = os.fstat(fd)
+            if status.st_mode & 0o777 != _MODE:  # the umask; 0400 would be a pin
+                os.fchmod(fd, _MODE)
+            mtime_ns = self._clock()
+            os.utime(fd, ns=(mtime_ns, mtime_ns))
+            with lease.touching():
+                pass
+            if publish is not None and not publish():
+                raise Expired
+            existed = not self._link(fd, key, path)
+        finally:
+            os.close(fd)
+        return Written(existed, status.st_blocks * 512, stored_len, mtime_ns)
+
+    def open(self, key: BlockKey) -> OpenBlock:
+        """The block of `key`, its header checked. Raises FileNotFoundError, BadBlock, OSError."""
+        return open_block(f"{self._root}/{key.path}", key, self._scratch, self._direct)
+
+    def check(self, path: Path, key: BlockKey | None = None) -> Header:
+        """Check a whole file below the root, and that it lies where its key belongs; `path`: absolute or relative to
+        the root. The key comes from the header; where that is too long for it, only `key` can tell.
+
+        Raises FileNotFoundError, BadBlock, OSError, CodecError.
+        """
+        place = os.path.relpath(os.path.join(self._root, path), self._root)  # noqa: PTH118
+        with open_block(f"{self._root}/{place}", key, self._scratch, self._direct) as block:
+            header = block.header
+            if header.key is not None and header.key.path != place:
+                raise BadBlock("key", f"the block that belongs at {header.key.path}")
+            block.verify(self._decoded)
+        return header
+
+    def remove(self, key: BlockKey) -> int:
+        """Delete a block; the bytes on disk that this frees, 0 where there was none. OSError."""
+        path = f"{self._root}/{key.path}"
+        try:
+            freed = os.stat(path, follow_symlinks=False).st_blocks * 512  # noqa: PTH116
+            os.unlink(path)  # noqa: PTH108
+        except FileNotFoundError:
+            return 0
+        return freed
+
+    def _unnamed(self, key: BlockKey, path: str) -> int:
+        folder = path[: path.rindex("/")]
+        for left in reversed(range(_TRIES)):
+            try:
+                return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | self._direct * os.O_DIRECT, _MODE)
+            except FileNotFoundError:
+                if not left:
+                    raise
+                make_folders(self._root, key)
+        raise AssertionError("unreachable")
+
+    def _link(self, fd: int, key: BlockKey, path: str) -> bool:
+        try:
+            return link_unnamed(fd, path)
+        except FileNotFoundError:  # somebody removed the empty folder meanwhile
+            make_folders(self._root, key)
+            return link_unnamed(fd, path)

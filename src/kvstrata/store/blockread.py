@@ -1,0 +1,148 @@
+"""Read a block, piece by piece, into a caller's buffer that may be taken back at any moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from types import TracebackType
+
+from kvstrata.store.checksum import crc32
+from kvstrata.store.codecs import codec
+from kvstrata.store.format import HEADER_BYTES, BadBlock, Header, parse_header
+from kvstrata.store.keys import BlockKey
+from kvstrata.store.lease import Lease
+from kvstrata.store.scratch import PAGE, Scratch, copy
+
+__all__ = ["OpenBlock", "open_block"]
+
+# O_NONBLOCK: a FIFO under a block's name must not hold the thread; it means nothing for regular files.
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_NO_NOWAIT = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class OpenBlock:
+    """A block whose header was found good. Several threads may read different sub-blocks at once."""
+
+    __slots__ = ("_direct", "_fd", "_scratch", "header")
+
+    def __init__(self, fd: int, header: Header, scratch: Scratch, direct: bool) -> None:
+        self._fd = fd
+        self.header = header
+        self._scratch = scratch
+        self._direct = direct
+
+    def fileno(self) -> int:
+        """The descriptor; -1 after close."""
+        return self._fd
+
+    def close(self) -> None:
+        """Idempotent. Not while a thread still reads."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> OpenBlock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, first: int, last: int, target: memoryview, lease: Lease) -> None:
+        """Sub-blocks `first` up to and without `last` into their places in `target`, the whole block's buffer: raw_len
+        bytes, writable, contiguous, of format B.
+
+        What is not in the page cache goes through memory of our own, so a read that comes back after the lease ended
+        finds its lease gone and touches nothing. After any exception `target` holds no block. Raises BadBlock,
+        Expired, OSError (the device), CodecError (the codec's library is missing).
+        """
+        if len(target) != self.header.raw_len:
+            raise BadBlock("length", f"{self.header.raw_len} bytes for a buffer of {len(target)}")
+        for sub in range(first, last):
+            start, end = self.header.raw_range(sub)
+            read = self._read_plain if self.header.lengths[sub] == end - start else self._read_encoded
+            read(sub, target[start:end], lease)
+
+    def verify(self, room: Scratch) -> None:
+        """Check every sub-block without a caller's buffer; `room`: for one decoded one. Raises as read does."""
+        for sub in range(self.header.sub_count):
+            start, end = self.header.raw_range(sub)
+            stored = self._fetch(self.header.starts[sub], self.header.lengths[sub])
+            self._compare(sub, crc32(stored))
+            if len(stored) < end - start:
+                codec(self.header.codec).decode_into(stored, room.take(end - start))
+
+    def _read_plain(self, sub: int, piece: memoryview, lease: Lease) -> None:
+        start, done, crc = self.header.starts[sub], 0, 0
+        # One byte first: where it is not cached, this asks the device to read ahead, and a device that hangs may hold
+        # whoever asks, RWF_NOWAIT or not. Nobody should hang while holding the caller's buffer.
+        if not self._direct and self._read_cached(self._scratch.take(1), start):
+            with lease.touching():
+                done = self._read_cached(piece, start)
+                crc = crc32(piece[:done])
+        if done == len(piece):
+            self._compare(sub, crc)
+            return
+        rest = self._fetch(start + done, len(piece) - done)
+        self._compare(sub, crc32(rest, crc))
+        with lease.touching():
+            copy(piece[done:], rest)
+
+    def _read_encoded(self, sub: int, piece: memoryview, lease: Lease) -> None:
+        stored = self._fetch(self.header.starts[sub], self.header.lengths[sub])
+        self._compare(sub, crc32(stored))
+        decoder = codec(self.header.codec)
+        with lease.touching():
+            decoder.decode_into(stored, piece)
+
+    def _compare(self, sub: int, crc: int) -> None:
+        if crc != self.header.crcs[sub]:
+            raise BadBlock("payload_crc", f"the checksum of sub-block {sub} does not fit")
+
+    def _read_cached(self, buffer: memoryview, start: int) -> int:
+        """How many bytes the page cache gave at once; 0 also where the file system cannot say."""
+        try:
+            return os.preadv(self._fd, [buffer], start, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno in _NO_NOWAIT:
+                return 0
+            raise
+
+    def _fetch(self, start: int, size: int) -> memoryview:
+        """Those bytes of the file in this thread's scratch. May block for as long as the device likes."""
+        begin = start - start % PAGE if self._direct else start
+        skip, room = start - begin, start + size - begin
+        room = -(-room // PAGE) * PAGE if self._direct else room
+        view, got = self._scratch.take(room), 0
+        while got < skip + size:
+            more = os.preadv(self._fd, [view[got:]], begin + got)
+            if not more:
+                raise BadBlock("truncated", f"the file ends at {begin + got}, inside its payload")
+            got += more
+        return view[skip : skip + size]
+
+
+def open_block(path: str, key: BlockKey | None, scratch: Scratch, direct: bool) -> OpenBlock:
+    """Open and check the header. Raises FileNotFoundError, BadBlock, OSError."""
+    try:
+        fd = os.open(path, _FLAGS | (os.O_DIRECT if direct else 0))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise BadBlock("magic", "a symbolic link or a socket") from None
+        raise
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadBlock("magic", "not a regular file")
+        # A page of its own and not joined with the payload: faster when cold too, it wakes the read-ahead.
+        page = scratch.take(PAGE)
+        got = os.preadv(fd, [page], 0)
+        header = parse_header(page[: min(got, HEADER_BYTES)], key, status.st_size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return OpenBlock(fd, header, scratch, direct)

@@ -1,0 +1,68 @@
+"""The folders of a key, and the small files in them that spell out what their names only hash."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from kvstrata.store.keys import BlockKey
+
+__all__ = ["NAMESPACE_FILE", "SALT_FILE", "link_unnamed", "make_folders"]
+
+NAMESPACE_FILE = "ns.json"
+SALT_FILE = "salt.json"
+
+
+def make_folders(root: str, key: BlockKey) -> None:
+    """Make what is missing of a key's folders, and write their JSON files where they are missing or damaged.
+
+    The innermost folder comes last: where it is, the JSON files were there before it. Never makes the root. OSError.
+    """
+    path = root
+    for folder, file, member, text, cls in zip(
+        key.folder,
+        (NAMESPACE_FILE, SALT_FILE),
+        ("namespace", "salt"),
+        (key.namespace, key.salt),
+        ("normal", None),
+        strict=True,
+    ):
+        path = f"{path}/{folder}"
+        _make_folder(path)
+        _spell_out(path, file, {member: text, "class": cls}, member)
+    _make_folder(os.path.dirname(f"{root}/{key.path}"))  # noqa: PTH120
+
+
+def _make_folder(path: str) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)  # noqa: PTH102
+        os.chmod(path, 0o700)  # noqa: PTH101
+
+
+def _spell_out(folder: str, file: str, content: dict[str, str | None], member: str) -> None:
+    path = Path(folder, file)
+    with suppress(FileNotFoundError, ValueError, AttributeError):
+        if json.loads(path.read_bytes()).get(member) == content[member]:
+            return
+    data = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+        os.write(fd, data)
+        path.unlink(missing_ok=True)
+        # Another writer of the same folder says the same.
+        link_unnamed(fd, str(path))
+    finally:
+        os.close(fd)
+
+
+def link_unnamed(fd: int, path: str) -> bool:
+    """Give an O_TMPFILE file its name; False if the name is taken. OSError."""
+    try:
+        # src_dir_fd makes Python call linkat(2) with AT_SYMLINK_FOLLOW; an absolute path is not looked up from it.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+    except FileExistsError:
+        return False
+    return True

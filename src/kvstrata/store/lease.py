@@ -1,0 +1,30 @@
+"""The right to touch a caller's buffer, which ends when the task is reported."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+__all__ = ["UNLIMITED", "Expired", "Lease"]
+
+
+class Expired(Exception):
+    """The task was reported as over: its buffers belong to somebody else now."""
+
+
+class Lease(Protocol):
+    """What every read and write of a caller's buffer asks."""
+
+    def touching(self) -> AbstractContextManager[None]:
+        """Held around memory copies and checksums of the caller's buffer, never around I/O that can block, so whoever
+        ends the lease waits for microseconds only. Raises Expired once it has ended.
+        """
+
+
+class _Unlimited:
+    def touching(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+UNLIMITED: Lease = _Unlimited()
+"""For callers that wait for the end, however late."""

@@ -1,0 +1,80 @@
+"""Taking blocks' files away, whatever the reason, and keeping the books while doing so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kvstrata.store.events import Events
+from kvstrata.store.index import Index, Victim
+from kvstrata.store.settings import CLASSES
+from kvstrata.store.surroundings import Surroundings
+
+__all__ = ["Remover"]
+
+_PIN_MODE = 0o400
+
+log = logging.getLogger(__name__)
+
+
+class Remover:
+    """Unlinks what the index gave out as victims."""
+
+    def __init__(self, root: Path, index: Index, surroundings: Surroundings, events: Events) -> None:
+        self._root = str(root)
+        self._index = index
+        self._surroundings = surroundings
+        self._events = events
+
+    def remove(self, victims: Sequence[Victim], *, even_pinned: bool = False) -> list[Victim]:
+        """Remove them in order, and say so; those that are gone. Stops at the first that the disk will not give up.
+
+        A block that got mode 0400 since the scan is pinned: it stays. The victims that stay are in the index again.
+        """
+        gone: list[Victim] = []
+        for at, victim in enumerate(victims):
+            try:
+                if self._unlink(victim, even_pinned):
+                    gone.append(victim)
+            except OSError as error:
+                log.warning("block store: cannot remove blocks: %s", error)
+                self._index.stays(victims[at:])
+                break
+        self._announce(gone)
+        return gone
+
+    def forget(self, victims: Sequence[Victim]) -> None:
+        """Their files were found to be gone already."""
+        for victim in victims:
+            self._index.gone(victim)
+        self._announce(victims)
+
+    def _unlink(self, victim: Victim, even_pinned: bool) -> bool:
+        path = f"{self._root}/{self._index.names.path(victim.entry)}"
+        with suppress(FileNotFoundError):
+            if not even_pinned and stat.S_IMODE(os.lstat(path).st_mode) == _PIN_MODE:
+                self._index.stays([victim], pinned=True)
+                return False
+            os.unlink(path)  # noqa: PTH108
+        if self._index.gone(victim):
+            self._surroundings.tidy(self._index.names.shelf_path(victim.entry))
+        return True
+
+    def _announce(self, victims: Sequence[Victim]) -> None:
+        named = [(self._index.names.key(victim.entry), victim.nbytes) for victim in victims]
+        keys = [key for key, _ in named if key is not None]
+        if keys:
+            with suppress(Exception):
+                self._events.on_removed(keys, [nbytes for key, nbytes in named if key is not None])
+
+    def announce_evicted(self, victims: Sequence[Victim]) -> None:
+        """Tell the events how much each retention class gave."""
+        for number, cls in enumerate(CLASSES):
+            sizes = [victim.nbytes for victim in victims if victim.cls == number]
+            if sizes:
+                with suppress(Exception):
+                    self._events.on_evict(cls, len(sizes), sum(sizes))

@@ -1,0 +1,276 @@
+"""BlockStore: a capped, checked, restart-proof cache of KV blocks in one folder (docs/format.md, docs/storage.md)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+from kvstrata.store.blockfile import BlockIO
+from kvstrata.store.capacity import Capacity, Device
+from kvstrata.store.codecs import CodecError
+from kvstrata.store.deadline import Batch, Outcome, Result, Watch
+from kvstrata.store.entries import Entries
+from kvstrata.store.errors import StoreError
+from kvstrata.store.events import Events, NoEvents
+from kvstrata.store.health import Health
+from kvstrata.store.index import Index
+from kvstrata.store.keeper import Keeper
+from kvstrata.store.keys import BlockKey
+from kvstrata.store.listing import BlockInfo, Usage, listing
+from kvstrata.store.loads import Loader
+from kvstrata.store.pool import LOAD, STORE, Pool
+from kvstrata.store.recency import UseClock
+from kvstrata.store.removal import Remover
+from kvstrata.store.root import Root, open_root
+from kvstrata.store.scan import scan_root
+from kvstrata.store.settings import CLASSES, StoreSettings
+from kvstrata.store.stores import Storer
+from kvstrata.store.surroundings import Surroundings
+
+__all__ = ["BlockInfo", "BlockStore", "Outcome", "Result", "StoreError", "Usage"]
+
+# A root that is mostly something else is no store: to hold the cap, its blocks would have to go.
+_FOREIGN_SHARE = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class BlockStore:
+    """All operations take batches, are thread-safe, and never block on the disk: what needs it returns a future.
+
+    Futures are completed from the store's own threads. A key's result says how it went; there are no exceptions for
+    one block. A put or load ends by its deadline, and its buffers are not touched after that.
+    """
+
+    def __init__(self, settings: StoreSettings, root: Root, events: Events, clock: Callable[[], int]) -> None:
+        """Use `open`."""
+        self._settings = settings
+        self._root = root
+        self._events = events
+        self._clock = UseClock(clock)
+        try:
+            io = BlockIO(root.path, codec=settings.codec, direct=root.direct, clock=self._clock)
+        except CodecError as error:
+            raise StoreError(error.found, error.needed, error.fix) from error
+        self._names = Entries(lambda namespace, salt: CLASSES.index(settings.class_of(namespace, salt) or "normal"))
+        self._index = Index(self._names)
+        device = Device(root.path, settings.free_floor)
+        around = Surroundings(root.path, self._index)
+        self._remover = Remover(root.path, self._index, around, events)
+        self._capacity = Capacity(settings, self._index, device, self._remover)
+        self._keeper = Keeper(root, self._index, self._clock, device, self._remover, around)
+        self._health = Health(root.path)
+        self._pool = Pool(settings.worker_count)
+        self._watch = Watch(self._late)
+        self._loader = Loader(io, self._index, self._remover, self._keeper, self._pool, settings.worker_count)
+        self._storer = Storer(root, io, self._index, self._capacity, around, self._keeper, self._pool)
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        settings: StoreSettings,
+        events: Events | None = None,
+        progress: Callable[[int], None] | None = None,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> BlockStore:
+        """Own the root, scan it (`progress`: blocks seen so far), evict down to the capacity. StoreError."""
+        root = open_root(settings)
+        try:
+            store = cls(settings, root, events or NoEvents(), clock)
+        except BaseException:
+            root.close()
+            raise
+        try:
+            store._begin(progress)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _begin(self, progress: Callable[[int], None] | None) -> None:
+        began = time.monotonic()
+        found = scan_root(self._root.path, self._names, self._settings, progress)
+        if found.foreign > self._settings.capacity * _FOREIGN_SHARE:
+            raise StoreError(
+                f"{found.foreign} bytes in {self._root.path} that are not the store's",
+                f"at most {_FOREIGN_SHARE:.0%} of the capacity ({self._settings.capacity}), for they count as well",
+                "move those files away, or set KV_STORE_ROOT to a folder of its own",
+            )
+        self._clock.seen(max(found.uses, default=0))
+        self._index.load(found)
+        seconds = time.monotonic() - began
+        log.info("block store: %d blocks in %s, scanned in %.2f s", len(found.entries), self._root.path, seconds)
+        with suppress(Exception):
+            self._events.scan_done(len(found.entries), seconds)
+        self._capacity.shrink_at_start()
+        self._capacity.start()
+        self._keeper.start()
+
+    # -- memory only
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which blocks are there; none while the disk is suspect."""
+        if self._closed or self._health.suspect:
+            return [False] * len(keys)
+        return self._index.contains([self._names.entry(key) for key in keys])
+
+    def contains_and_pin(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which blocks are there; those get one more holder each, and stay until `unpin` (or until found corrupt)."""
+        if self._closed or self._health.suspect:
+            return [False] * len(keys)
+        return self._index.hold([self._names.entry(key) for key in keys])
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """One holder less each."""
+        self._index.release([self._names.entry(key) for key in keys])
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """They were used elsewhere (an L1 hit): they age from now on. Unknown ones are ignored."""
+        for key in keys:
+            self._keeper.touch(self._names.entry(key))
+
+    def usage(self) -> Usage:
+        """See Usage. Memory only."""
+        counts = self._index.counts()
+        return Usage(
+            capacity=self._settings.capacity,
+            used=counts.used,
+            reserved=counts.reserved,
+            blocks=counts.blocks,
+            by_namespace=self._index.by_names(),
+            free_on_device=self._keeper.free_on_device,
+            suspect=self._health.suspect,
+        )
+
+    def scan(self, after: str | None = None, limit: int | None = None) -> Iterator[BlockInfo]:
+        """A snapshot in a stable order, all of it or a page: at most `limit` blocks behind the token `after`.
+
+        Left out are blocks whose key is not known without opening them (chunk hashes longer than 64 bytes).
+        """
+        return listing(self._index, after, limit)
+
+    # -- the disk
+
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[memoryview],
+        itemsize: int = 1,
+        deadline_s: float | None = None,
+    ) -> Future[list[Result]]:
+        """Store each buffer under its key: STORED (nbytes on disk), PRESENT (there, or being written), ERROR, EXPIRED.
+
+        `itemsize`: bytes a KV element, for the codecs. Buffers must not change until the future is done.
+        """
+        if not 1 <= itemsize <= 255:
+            raise ValueError(f"found: item size {itemsize}; needed: 1 to 255")
+        batch = self._batch(keys, buffers, self._settings.store_deadline_s if deadline_s is None else deadline_s, STORE)
+        if self._refused(batch, suspect=self._health.puts_suspect):
+            return batch.future
+        self._storer.start(batch, itemsize)
+        return batch.future
+
+    def get_into(
+        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float | None = None
+    ) -> Future[list[Result]]:
+        """Load each block into its buffer of exactly its length: HIT, MISS, CORRUPT (now removed), ERROR, EXPIRED.
+
+        For all but HIT the buffer's content is undefined.
+        """
+        if any(buffer.readonly for buffer in buffers):
+            raise ValueError("found: a read-only buffer; needed: writable ones")
+        batch = self._batch(keys, buffers, self._settings.load_deadline_s if deadline_s is None else deadline_s, LOAD)
+        if self._refused(batch, suspect=self._health.suspect):
+            return batch.future
+        there = self._index.hold(batch.entries)
+        self._loader.start(batch, [at for at, is_there in enumerate(there) if is_there])
+        for at, is_there in enumerate(there):
+            if not is_there:
+                batch.settle(at, Result(Outcome.MISS))
+        return batch.future
+
+    def delete(self, keys: Sequence[BlockKey]) -> Future[list[Result]]:
+        """Remove blocks: DELETED, MISS (reason "pinned": somebody holds it, or its class is `pin`), ERROR, EXPIRED."""
+        batch = self._batch(keys, (), self._settings.store_deadline_s, None)
+        if not self._refused(batch, suspect=self._health.puts_suspect):
+            self._pool.submit(STORE, [partial(self._delete, batch)])
+        return batch.future
+
+    def evict(self, nbytes: int) -> int:
+        """Evict at least so many bytes in the usual order, and wait for it; the bytes that came free."""
+        return self._capacity.evict(nbytes)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Finish what is under way, write the last uses, give the root up. Ends within about the timeout, whatever the
+        disk does: what is not done by then is reported as EXPIRED, and never published. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        end = time.monotonic() + timeout_s
+        self._watch.drain(timeout_s / 2)
+        for batch in self._watch.waiting():
+            batch.expire(Outcome.EXPIRED, "closed")
+        self._health.stop()
+        self._capacity.stop(max(0.1, (end - time.monotonic()) / 3))
+        good = self._pool.stop(max(0.1, (end - time.monotonic()) / 2))
+        good = self._keeper.stop(max(0.1, end - time.monotonic())) and good
+        self._watch.stop(1.0)
+        if not good:
+            log.warning("block store: closed while %s did not answer", self._root.path)
+        self._root.close()
+
+    # -- inside
+
+    def _batch(
+        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float, kind: int | None
+    ) -> Batch:
+        if kind is not None and len(keys) != len(buffers):
+            raise ValueError(f"found: {len(keys)} keys and {len(buffers)} buffers; needed: one buffer a key")
+        if not all(buffer.c_contiguous for buffer in buffers):
+            raise ValueError("found: a buffer with gaps; needed: contiguous ones")
+        plain = [buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B") for buffer in buffers]
+        return Batch(list(keys), [self._names.entry(key) for key in keys], plain, deadline_s, kind, self._tell)
+
+    def _refused(self, batch: Batch, *, suspect: bool) -> bool:
+        # Watched before the question: a close() in between either sees it there or is seen here.
+        self._watch.add(batch)
+        if self._closed or suspect or not batch.keys:
+            batch.expire(Outcome.ERROR, "closed" if self._closed else "suspect")
+            return True
+        return False
+
+    def _tell(self, kind: int | None, nbytes: int, seconds: float, result: Result) -> None:
+        if kind == LOAD:
+            self._events.on_load(nbytes, seconds, result.outcome, result.reason)
+        elif kind == STORE:
+            self._events.on_store(nbytes, seconds, result.outcome, result.reason)
+
+    def _late(self, batch: Batch) -> None:
+        if batch.future.done():
+            return
+        # Suspect first: who sees the EXPIRED result must not be promised the same block again.
+        self._health.late(LOAD if batch.kind == LOAD else STORE, batch)
+        batch.expire(Outcome.EXPIRED, "deadline")
+
+    def _delete(self, batch: Batch) -> None:
+        batch.enter()
+        try:
+            victims = {victim.entry: victim for victim in self._index.take(batch.entries)}
+            gone = {victim.entry for victim in self._remover.remove(list(victims.values()))}
+            left = self._index.contains(batch.entries)
+            for at, entry in enumerate(batch.entries):
+                if entry in gone:
+                    batch.settle(at, Result(Outcome.DELETED, nbytes=victims[entry].nbytes))
+                elif entry in victims:
+                    batch.settle(at, Result(Outcome.ERROR, "not_removed"))
+                else:
+                    batch.settle(at, Result(Outcome.MISS, "pinned" if left[at] else ""))
+        finally:
+            batch.leave()

@@ -1,0 +1,65 @@
+"""What is on disk around the blocks (folders, JSON files): measured, counted, and tidied, one at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from kvstrata.store.folders import NAMESPACE_FILE, SALT_FILE
+from kvstrata.store.index import Index
+from kvstrata.store.root import FORMAT_FILE, LOCK_FILE
+from kvstrata.store.scan import size_on_disk
+
+__all__ = ["Surroundings"]
+
+
+class Surroundings:
+    """Looking and writing down happen under one lock: of two who look at a folder, the later look is what stays.
+
+    Used by those who do I/O anyway; nobody waits for it whose answer must not depend on the disk.
+    """
+
+    def __init__(self, root: Path, index: Index) -> None:
+        self._root = str(root)
+        self._index = index
+        self._looking = threading.Lock()
+
+    def around(self, entry: bytes) -> None:
+        """Count what a put of this entry made or let grow, out of its reservation."""
+        names = self._index.names
+        shelf = names.shelf_path(entry)
+        paths = [shelf]
+        if not self._index.known_extra(shelf):
+            # Its directory is new: any of the others may be.
+            folder = names.folder(entry).path
+            ns = folder[: folder.index("/")]
+            paths += ["", LOCK_FILE, FORMAT_FILE, ns, f"{ns}/{NAMESPACE_FILE}", folder, f"{folder}/{SALT_FILE}"]
+        with self._looking, suppress(OSError):
+            for path in paths:
+                self._index.measured(path, self._size(path), entry)
+
+    def everything(self) -> None:
+        """Measure all that is counted anew. OSError."""
+        for path in self._index.extras():
+            with self._looking:
+                self._index.measured(path, self._size(path))
+
+    def tidy(self, shelf: str) -> None:
+        """Directories of many salts would fill the disk: one without blocks goes. A writer makes it again."""
+        with self._looking, suppress(OSError):
+            try:
+                os.rmdir(f"{self._root}/{shelf}")  # noqa: PTH106
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
+            self._index.measured(shelf, self._size(shelf))
+
+    def _size(self, path: str) -> int:
+        """Bytes on disk; 0 if there is nothing. OSError."""
+        try:
+            return size_on_disk(os.lstat(f"{self._root}/{path}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
