@@ -1,11 +1,11 @@
 # Every verb is one line: it makes .venv if need be and calls `kvstrata <verb>`. Options: make verify ARGS="--live".
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs plan verify bench rollback build pull test test-fast soak lint
+.PHONY: help up down status logs plan verify bench bench-store store size rollback build pull test test-fast soak lint
 ARGS ?=
 KV := scripts/bootstrap kvstrata
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: ## Everything from nothing to a running, proven stack; safe to repeat
 	@$(KV) up $(ARGS)
@@ -27,6 +27,15 @@ verify: ## The reuse proof on the running stack (ARGS=--live restarts nothing)
 
 bench: ## TTFT cold / L0 / L1 / L2 and plain vLLM at several prompt lengths
 	@$(KV) bench $(ARGS)
+
+bench-store: ## The block store against raw reads and LMCache's adapters (ARGS=--quick: seconds)
+	@$(KV) bench store $(ARGS)
+
+store: ## Blocks on disk: list, check, make room, pin (ARGS=ls, namespaces, report, verify, ...)
+	@$(KV) store $(ARGS)
+
+size: ## Disk space of a model's KV cache (ARGS="--model DIR --tokens N", --common)
+	@$(KV) size $(ARGS)
 
 rollback: ## Back to the plain vLLM; the cache on disk stays for the next `make up`
 	@$(KV) rollback $(ARGS)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvstrata import store_cli
 from kvstrata.deploy import envfile, images, lock, settings, status, up
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.errors import KvError
@@ -22,6 +23,8 @@ __all__ = ["app", "main"]
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 lock_app = typer.Typer(no_args_is_help=True, help="versions.lock: every pin of this deployment.")
 app.add_typer(lock_app, name="lock")
+bench_app = typer.Typer(help="Measure: the running stack by itself, `bench store` the block store.")
+app.add_typer(bench_app, name="bench", invoke_without_command=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
@@ -33,6 +36,9 @@ def _root() -> Path:
 
 def _settings() -> settings.Settings:
     return settings.load(_root())
+
+
+app.add_typer(store_cli.make_app(_settings), name="store")
 
 
 def _print_json(data: Any) -> None:
@@ -105,13 +111,16 @@ def verify(
     raise typer.Exit(0 if report.passed else 1)
 
 
-@app.command()
+@bench_app.callback()
 def bench(
+    context: typer.Context,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma separated.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder of the report (JSON, table, plot).")] = None,
 ) -> None:
     """TTFT cold / L0 / L1 / L2 and plain vLLM at several prompt lengths. Restarts servers; takes minutes."""
+    if context.invoked_subcommand:
+        return
     from kvstrata.proof import bench as benchmark
 
     benchmark.run(
@@ -122,6 +131,55 @@ def bench(
         out=out,
         console=Console(highlight=False),
     )
+
+
+@bench_app.command("store")
+def bench_store(
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes; no figure to believe.")] = False,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Where it writes; else the disk of the cache.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Write a plot here (.svg, .png); needs matplotlib.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order of the measurements.")] = 1,
+) -> None:
+    """The block store against raw reads and LMCache's own adapters, in one run. Touches no running stack."""
+    from kvstrata.proof import store_bench
+
+    store_bench.run(
+        _settings(), _root(), quick=quick, folder=folder, json_file=json_file, markdown=markdown, plot=plot, seed=seed,
+        console=Console(highlight=False),
+    )  # fmt: skip
+
+
+@app.command()
+def size(
+    model: Annotated[
+        str, typer.Option(help="Folder, name of configs/models, or a well-known model; else .env's.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to be kept.")] = 100_000,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    dtype: Annotated[str, typer.Option(help="KV element type; else the model's own.")] = "",
+    working_set: Annotated[float, typer.Option(min=0.001, help="GB (10^9) that should stay on disk.")] = 200.0,
+    common: Annotated[bool, typer.Option("--common", help="A table of well-known models instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Disk space of a model's KV cache: a token, a block, 1k tokens, and what a capacity holds."""
+    from kvstrata.proof import sizing
+
+    if common:
+        table = sizing.common(tokens=tokens, working_set_gb=working_set)
+        if as_json:
+            _print_json([one.to_json() for one in table])
+        else:
+            print(sizing.markdown(table))
+        return
+    found = sizing.of_model(_settings(), model, dtype=dtype, tp=tp, tokens=tokens, working_set_gb=working_set)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        sizing.render(found, Console(highlight=False))
 
 
 @app.command()
