@@ -28,10 +28,12 @@ MANAGED = {
     "KV_MODEL_PATH": "/data/models/tiny model",
     "KV_IDENTITY": "ab" * 32,
     "KV_VLLM_ARGS": shlex.join(["--dtype", "float32", "--hf-overrides", '{"a": "it\'s $HOME"}']),
+    "KV_PLAN_L2_BYTES": "7000000000",
     "KV_PLAN_SHM_BYTES": "1500000000",
     "KV_PLAN_VLLM_MEM": "6000000000",
     "KV_PLAN_LMCACHE_MEM": "3000000000",
     "KV_CACHE_PATH": "/data/cache",
+    "KV_CLASSES_PATH": "/data/classes.json",
     "KV_SECRETS_PATH": "/data/secrets",
     "KV_STATE_PATH": "/data/state",
 }

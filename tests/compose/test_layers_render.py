@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstrata.deploy import layers, settings
+from kvstrata.store.settings import StoreSettings
 from tests.compose.rendering import MANAGED, ROOT, Checkout, Version
 
 STACKS = layers.all_combinations(ROOT)
@@ -132,6 +133,34 @@ def test_zmq_lives_on_an_internal_network(compose: Version, checkout: Checkout) 
     assert "1500000000" in shm["name"], "another size must be another volume"
     mounts = {n: [m["target"] for m in s["volumes"] if m["source"] == "shm"] for n, s in model["services"].items()}
     assert mounts == {"vllm": ["/dev/shm"], "lmcache": ["/dev/shm"], "proxy": []}
+
+
+def test_the_disk_layer_hands_the_stores_settings_to_lmcache_alone(compose: Version, checkout: Checkout) -> None:
+    knobs = {
+        "KV_STORE_CODEC": "zstd", "KV_STORE_IO": "direct", "KV_STORE_LOAD_DEADLINE": "3.5",
+        "KV_STORE_FREE_FLOOR_GB": "0.5", "KV_CACHE_ALLOW_FS": "tmpfs",
+    }  # fmt: skip
+    services = compose.config(checkout(_stack("cpu"), **knobs))["services"]
+    env = services["lmcache"]["environment"]
+    assert env["KV_L2"] == "store" and env.items() >= knobs.items()
+    found = StoreSettings.from_env({**env, "KV_STORE_CLASSES": ""})
+    assert (str(found.root), found.capacity) == ("/cache/store", int(MANAGED["KV_PLAN_L2_BYTES"]))
+    assert (found.codec, found.io, found.load_deadline_s, found.free_floor) == ("zstd", "direct", 3.5, 1 << 29)
+    mounts = {mount["target"]: mount for mount in services["lmcache"]["volumes"]}
+    assert mounts["/cache"]["source"] == MANAGED["KV_CACHE_PATH"] and not mounts["/cache"].get("read_only")
+    table = mounts[env["KV_STORE_CLASSES"]]
+    assert table["source"] == MANAGED["KV_CLASSES_PATH"] and table["read_only"] is True
+    for name in ("vllm", "proxy"):
+        assert not [key for key in services[name]["environment"] if key.startswith("KV_STORE")]
+
+
+def test_the_disk_layers_defaults_are_those_of_the_settings(compose: Version, checkout: Checkout) -> None:
+    env = compose.config(checkout(_stack("cpu")))["services"]["lmcache"]["environment"]
+    knobs = [key for key in settings.USER_KEYS if key.startswith("KV_STORE_") and key != "KV_STORE_CLASSES"]
+    assert {key: env[key] for key in knobs} == {key: settings.USER_KEYS[key] for key in knobs}
+    bare = [path for path in _stack("cpu") if path.stem != "nvme"]
+    ram_only = compose.config(checkout(bare))["services"]["lmcache"]["environment"]
+    assert ram_only["KV_L2"] == "" and not [key for key in ram_only if key.startswith("KV_STORE")]
 
 
 def test_the_users_argv_is_the_same_with_and_without_the_cache(compose: Version, checkout: Checkout) -> None:

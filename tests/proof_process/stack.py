@@ -46,12 +46,16 @@ class ProcessStack:
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(SRC),
-            "KVSTRATA_RUN_DIR": str(self.folder / "run"),
+            "KVSTRATA_RUN_DIR": str(self.folder / "run"), "KV_STORE_ROOT": str(self.l2),
+            "KV_STORE_CAPACITY_BYTES": str(4 << 30), "KV_CACHE_ALLOW_FS": "tmpfs overlay",
         }  # fmt: skip
 
     def argv(self, service: str) -> list[str]:
         if service == "lmcache":
-            adapter = json.dumps({"type": "fs", "base_path": str(self.l2)})
+            adapter = json.dumps(
+                {"type": "plugin", "module_path": "kvstrata.doors.l2_plugin", "class_name": "KvstrataL2Adapter",
+                 "adapter_params": {}}
+            )  # fmt: skip
             return [
                 str(self.venv / "bin/lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.mq),
                 "--http-host", "127.0.0.1", "--http-port", str(self.http), "--l1-size-gb", str(self._l1_gb),

@@ -34,7 +34,7 @@ def stack(docker_engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     root = Path(kept) if kept else tmp_path_factory.mktemp("stack")
     (root / "data" / "hook").mkdir(parents=True, exist_ok=True)
     (root / "data" / "hook").chmod(0o777)
-    name = "kvtestkept" if kept else f"kvtest{os.getpid()}"
+    name = os.environ.get("KVSTRATA_KEEP_PROJECT", "kvtestkept") if kept else f"kvtest{os.getpid()}"
     made = Stack(root, name, KV_LAYERS="nvme,hook", KV_L1_GB="1")
     try:
         _REPORT["first"] = made.ok("up")

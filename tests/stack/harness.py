@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from kvstrata.deploy import settings
 from kvstrata.proof.prompts import handbook
 
 REPOSITORY = Path(__file__).parents[2]
@@ -200,8 +201,13 @@ class Stack:
         rows = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
         return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
+    def blocks(self) -> list[Path]:
+        """The store's blocks on disk, the oldest use first."""
+        found = settings.load(self.root, environ={}).store_root.glob("*/*/*/*.*.*")
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
     def l2_files(self) -> list[Path]:
-        return sorted(p for p in (self.root / "data" / "cache").rglob("*") if p.is_file())
+        return sorted(p for p in settings.load(self.root, environ={}).cache_dir.rglob("*") if p.is_file())
 
     def wait_stored(self) -> None:
         """L2's file list stays the same for a while (stores are asynchronous)."""

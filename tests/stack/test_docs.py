@@ -31,8 +31,8 @@ RUN_ELSEWHERE = {
     "make pull": "tests/unit/test_images_pull.py::test_pull_refuses_an_unresolved_digest",
 }
 
-#: Sections of docs/operations.md that are followed step by step, settings included (test_a_section_can_be_followed).
-FOLLOWED = ("Move the cache", "Delete the cache")
+#: Sections of the documents that are followed step by step, settings included (test_a_section_can_be_followed).
+FOLLOWED = ("Move the cache", "Delete the cache", "Change what is stored")
 
 #: What a command has to show besides exit code 0. `curl -s` ends with 0 whatever it was told, so it needs a row.
 SHOWS = {
@@ -46,6 +46,19 @@ SHOWS = {
     "make verify ARGS=--live": "proof passed",
     'make verify ARGS="--live --json proof.json"': "proof passed",
     'make bench ARGS="--lengths 600,1200 --repeats 1"': "same text from every tier: yes",
+    'make bench-store ARGS="--quick --json bench-store.json --markdown bench-store.md"': "kvstrata raw",
+    'make size ARGS="--model Llama-3.1-8B --tokens 100000"': "0.131 GB",
+    'make size ARGS="--tokens 100000 --json"': '"model": "smollm2-135m-instruct"',
+    "make size ARGS=--common": "| Llama-3.3-70B | 320 | 80 | 0.328 |",
+    "make store ARGS=namespaces": "smollm2-135m-instruct--",
+    "make store ARGS=report": "smollm2-135m-instruct--",
+    'make store ARGS="ls --sort age --limit 5"': " blocks, ",
+    'make store ARGS="ls --json --limit 5"': '"last_use_ns"',
+    "make store ARGS=verify": "; 0 bad, 0 removed",
+    'make store ARGS="verify --repair"': "; 0 bad, 0 removed",
+    'make store ARGS="evict --bytes 1M"': "1 blocks removed",
+    "make store ARGS=\"pin 'smollm2*' --class keep\"": "class keep",
+    "make store ARGS=\"unpin 'smollm2*'\"": "class normal",
     "docker compose ps": "lmcache",
     "docker compose logs --tail 50 vllm": "vllm",
     "curl -s http://127.0.0.1:9400/status": "storage_manager",
@@ -175,9 +188,14 @@ def test_the_documented_copy_of_the_salt_key_is_the_key(reader: Reader) -> None:
     assert copy.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(("section", "hits"), [("Move the cache", True), ("Delete the cache", False)])
-def test_a_section_can_be_followed(reader: Reader, section: str, hits: bool) -> None:
-    """Commands and settings of the section, in its order; then moved blocks hit, and deleted ones do not."""
+@pytest.mark.parametrize(
+    ("section", "hits"), [("Move the cache", True), ("Delete the cache", False), ("Change what is stored", None)]
+)
+def test_a_section_can_be_followed(reader: Reader, section: str, hits: bool | None) -> None:
+    """Commands and settings of the section, in its order; then moved blocks hit, and deleted ones do not.
+
+    None: some of them may be gone, as the section says.
+    """
     stack = reader.stack
     assert section in FOLLOWED
     todo = [step for step in steps() if step.section == section]
@@ -190,11 +208,13 @@ def test_a_section_can_be_followed(reader: Reader, section: str, hits: bool) -> 
             if step.kind == "ini":
                 stack.set(**dict(line.split("=", 1) for line in step.text.splitlines()))
             else:
-                reader.types(step.text)
+                output = reader.types(step.text)
+                assert (shown_by(step.text) or "") in output, output[-6000:]
         stack.wait_ready()
         answer: Answer = stack.ask(text)
         assert answer.text == cold.text
-        assert answer.lmcache == (chunks(cold.prompt_tokens) if hits else 0)
+        if hits is not None:
+            assert answer.lmcache == (chunks(cold.prompt_tokens) if hits else 0)
     finally:
         (stack.root / ".env").write_text(dot_env)
         stack.ok("up", "--no-proof")

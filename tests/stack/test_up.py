@@ -90,7 +90,7 @@ def test_plain_docker_compose_works_from_the_root(stack: Stack) -> None:
 def test_rollback_switch_down_and_back_to_hits(stack: Stack) -> None:
     """Rollback, the same by KV_PERSIST=0, down, and up again: the cache on disk waits through all of it."""
     cold = stack.store(prompt("rollback"))
-    on_disk = {p: p.stat().st_mtime_ns for p in stack.l2_files()}
+    on_disk = {p: p.stat().st_ino for p in stack.blocks()}
     stack.ok("rollback")
     assert set(stack.containers()) == {"vllm"}, "orphans"
     container = stack.containers()["vllm"]
@@ -111,7 +111,7 @@ def test_rollback_switch_down_and_back_to_hits(stack: Stack) -> None:
         stack.ok("down")
         assert stack.containers() == {}
         assert stack.docker("network", "ls", "-q", "--filter", f"name={stack.project}_") == ""
-        assert {p: p.stat().st_mtime_ns for p in stack.l2_files()} == on_disk
+        assert on_disk and {p: p.stat().st_ino for p in stack.blocks()} == on_disk
     finally:
         stack.set(KV_PERSIST="1")
         stack.ok("up", "--no-proof")

@@ -1,7 +1,8 @@
 """A stack that behaves like vLLM and LMCache towards the proof: real HTTP, token-exact tiers, no model.
 
 The proof is what is tested; this is its environment. Blocks are identified by the tokens before them, as in the real
-servers; L0 dies with vLLM, L1 with lmcache, L2 stays. `corrupt` makes L2 serve KV that gives another answer.
+servers; L0 dies with vLLM, L1 with lmcache, L2 stays. `corrupt` makes L2 serve KV that gives another answer; blocks in
+`damaged` are refused, counted and gone, as the block store has it; `rotten` damages whatever is stored from then on.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class SimStack:
         self.l0: set[tuple[Any, ...]] = set()
         self.l1: set[tuple[Any, ...]] = set()
         self.l2: set[tuple[Any, ...]] = set()
+        self.damaged: set[tuple[Any, ...]] = set()
+        self.rotten = False
         self.corrupt = self.guard = self.store_lost = self.noise = False
         self.connector, self.chunk, self.dtype, self.model_name = True, CHUNK, "torch.float32", NAME
         self.guard = True
@@ -99,12 +102,17 @@ class SimStack:
 
     def _lookup(self, salt: str, prompt: list[int], keep: bool) -> tuple[int, bool]:
         keys = [(salt, *prompt[:end]) for end in _ends(prompt, self.chunk)]
+        refused = self.damaged & set(keys) - self.l1
+        self.l2 -= refused
+        self.damaged -= refused
+        self.lm["refused"] = self.lm.get("refused", 0) + len(refused)
         known = _longest(self.l1 | self.l2, salt, prompt, self.chunk)
         loaded = [key for key in keys if len(key) - 1 <= known and key not in self.l1]
         self.lm["lookup_requested_tokens"] = self.lm.get("lookup_requested_tokens", 0) + len(keys) * self.chunk
         self.lm["l2_loaded"] = self.lm.get("l2_loaded", 0) + len(loaded)
         if keep:
             self.l1 |= set(keys)
+            self.damaged |= set(keys) - self.l2 if self.rotten else set()
             self.l2 |= set() if self.store_lost else set(keys)
         return known, self.corrupt and bool(loaded)
 
@@ -177,7 +185,8 @@ def _lmcache_handler(stack: SimStack) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             if self.path == "/metrics":
                 names = {"lookup_requested_tokens": "lmcache_mp_lookup_requested_tokens_total",
-                         "l2_loaded": "lmcache_mp_l2_prefetch_load_completed_chunks_total"}  # fmt: skip
+                         "l2_loaded": "lmcache_mp_l2_prefetch_load_completed_chunks_total",
+                         "refused": "kvstrata_store_corrupt_total"}  # fmt: skip
                 self.reply("\n".join(f"{name} {stack.lm.get(key, 0)}" for key, name in names.items()))
                 return
             engines = {"1": {"model_name": stack.model_name, "world_size": 1}} if stack.connector else {}

@@ -21,6 +21,7 @@ from kvstrata import cli
 from kvstrata.deploy import checks_disk, dotenv
 from kvstrata.deploy.host import GIB
 from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS
+from kvstrata.proof import sizing
 
 ROOT = Path(__file__).parents[2]
 README_LINES = 100
@@ -203,6 +204,8 @@ def test_every_target_stands_in_the_table_of_verbs_with_options_that_exist() -> 
     for verb, row in rows.items():
         options = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", row.rstrip("|").rsplit("|", 1)[1]))
         command = command_line().get(verb)
+        for word in verb.split("-") if command is None else ():  # bench-store is `bench store`
+            command = (subcommands(command) if command else command_line()).get(word)
         known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} if command else set()
         assert options <= known, f"make {verb}: {options - known}"
 
@@ -233,6 +236,13 @@ def test_figures_are_those_of_the_checks() -> None:
     said = f"({images['cpu']} GiB on a CPU, {images['nvidia']} on a GPU, before the first build; {later} later)"
     said += f", the cache ({cache}) and the demo model ({demo})"
     assert said in (ROOT / "docs" / "operations.md").read_text()
+
+
+def test_the_sizing_table_is_what_the_command_prints() -> None:
+    text = (ROOT / "docs" / "storage.md").read_text()
+    assert sizing.markdown(sizing.common()) in text
+    llama = sizing.common()[0]
+    assert f"`KV_L2_GB={llama.capacity_gib}` (GiB) for {llama.working_set_gb:g} GB" in text
 
 
 def test_the_reader_of_blocks_joins_lines_drops_comments_and_keeps_quotes() -> None:

@@ -17,6 +17,8 @@ import pytest
 from kvstrata.deploy import identity
 from kvstrata.launch import health, lmcache, lmcache_server, vllm
 from kvstrata.launch.config import ConfigError, Paths
+from kvstrata.store.root import open_root
+from kvstrata.store.settings import StoreSettings
 
 DIGEST = "ab" * 32
 VLLM_ENV = {
@@ -138,12 +140,54 @@ def test_pickle_mode_takes_the_pool_away() -> None:
 
 
 def test_the_disk_tier_is_named_by_its_layer(tmp_path: Path) -> None:
-    argv = lmcache.build_argv({**CACHE_ENV, "KV_L2": "fs"}, Paths(cache=tmp_path))
-    assert json.loads(argv[argv.index("--l2-adapter") + 1]) == {"type": "fs", "base_path": f"{tmp_path}/fs"}
+    argv = lmcache.build_argv({**CACHE_ENV, "KV_L2": "store", "KV_STORE_ROOT": "/x"}, Paths(cache=tmp_path))
+    assert json.loads(argv[argv.index("--l2-adapter") + 1]) == {
+        "type": "plugin", "module_path": "kvstrata.doors.l2_plugin", "class_name": "KvstrataL2Adapter",
+        "adapter_params": {},
+    }  # fmt: skip
+    assert argv[argv.index("--l2-prefetch-policy") + 1] == "retain"
     with pytest.raises(ConfigError, match="KV_L2=tape"):
         lmcache.build_argv({**CACHE_ENV, "KV_L2": "tape"}, Paths(cache=tmp_path))
     with pytest.raises(ConfigError, match="permission denied on cache"):
-        lmcache.build_argv({**CACHE_ENV, "KV_L2": "fs"}, Paths(cache=tmp_path / "none"))
+        lmcache.build_argv({**CACHE_ENV, "KV_L2": "store"}, Paths(cache=tmp_path / "none"))
+
+
+def store_env(root: Path, **more: str) -> dict[str, str]:
+    allowed = {"KV_STORE_CAPACITY_BYTES": str(1 << 30), "KV_CACHE_ALLOW_FS": "tmpfs overlay"}
+    return {**CACHE_ENV, "KV_L2": "store", "KV_STORE_ROOT": str(root), **allowed, **more}
+
+
+def test_a_store_that_can_be_opened_is_let_go_of_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        lmcache.check_store(store_env(tmp_path / "store"))
+    lmcache.check_store({**CACHE_ENV, "KV_L2": ""})
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"KV_STORE_CAPACITY_BYTES": ""}, "KV_STORE_CAPACITY_BYTES"),
+        ({"KV_STORE_CODEC": "fp8"}, "fp8"),
+        ({"KV_STORE_ROOT": "/proc/kvstrata"}, "/proc/kvstrata"),
+        ({"KV_STORE_CLASSES": "/none.json"}, "/none.json"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_a_failed_state_and_no_crash_loop(
+    tmp_path: Path, more: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        lmcache.check_store(store_env(tmp_path / "store", **more), wait_s=0)
+
+
+def test_an_owner_that_goes_away_is_waited_for(tmp_path: Path) -> None:
+    env = store_env(tmp_path / "store")
+    held = open_root(StoreSettings.from_env(env))
+    with pytest.raises(ConfigError, match="owned by another process"):
+        lmcache.check_store(env, wait_s=0)
+    timer = threading.Timer(0.5, held.close)
+    timer.start()
+    lmcache.check_store(env, wait_s=30)
+    timer.join()
 
 
 def test_the_reserved_socket_is_for_owner_and_group_and_replaces_a_stale_one(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstrata.deploy import arch, model, plan, settings
+from kvstrata.deploy import arch, dotenv, model, plan, settings
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.extra_args import ExtraArgs
 from kvstrata.deploy.host import GIB, Host
@@ -124,8 +125,8 @@ def test_the_demo_model_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_same_input_gives_the_same_plan_whatever_is_free_just_now(tmp_path: Path) -> None:
-    one = make(tmp_path / "1", host=Host(24 * GIB, 23 * GIB))
-    assert make(tmp_path / "2", host=Host(24 * GIB, 1 * GIB)).env() == one.env()
+    one = make(tmp_path / "1", host=Host(24 * GIB, 23 * GIB), KV_L2_GB="7")
+    assert make(tmp_path / "2", host=Host(24 * GIB, 1 * GIB), KV_L2_GB="7").env() == one.env()
     # Another kernel reserves a few MiB more: no container may be recreated for that.
     first, second = (make(tmp_path / f"{mib}", host=Host(23 * GIB + (mib << 20), GIB)) for mib in (700, 705))
     assert first.env() == second.env()
@@ -223,6 +224,25 @@ def test_memory_knobs_win_and_are_said(tmp_path: Path) -> None:
     assert (made.vllm_mem, made.lmcache_mem) == (8 * GIB, 4 * GIB)
     for knob in ("KV_L1_GB", "KV_VLLM_KV_GB", "KV_VLLM_MEM_GB", "KV_L2_GB"):
         assert any(knob in why for why in made.explain)
+
+
+def test_the_disk_cache_takes_a_share_of_what_is_free_and_keeps_it(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    stat = os.statvfs(tmp_path)
+    free = stat.f_bavail * stat.f_frsize
+    assert first.l2_gb * GIB <= 0.81 * free and (first.l2_gb == 1500 or first.l2_gb * GIB >= 0.7 * free)
+    assert first.env()["KV_PLAN_L2_BYTES"] == str(int(first.l2_gb * GIB))
+    # A little more or less free must not recreate the cache server; a figure that makes no sense any more is dropped.
+    for before, kept in ((first.l2_gb * 0.95, True), (first.l2_gb * 1.05, True), (first.l2_gb / 2, False)):
+        block = f"{dotenv.BEGIN}\nKV_PLAN_L2_BYTES={int(before * GIB)}\n{dotenv.END}\n"
+        (tmp_path / ".env").write_text(block)
+        again = make(tmp_path)
+        assert (again.env()["KV_PLAN_L2_BYTES"] == str(int(before * GIB))) == (kept or first.l2_gb == 1500 < before)
+
+
+def test_a_cap_of_less_than_a_few_blocks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KvError, match=r"KV_L2_GB=0\.06"):
+        make(tmp_path, KV_L2_GB="0.06")
 
 
 def test_a_context_that_does_not_fit_the_kv_space_is_cut_to_whole_chunks(tmp_path: Path) -> None:

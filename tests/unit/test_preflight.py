@@ -49,6 +49,8 @@ def root(tmp_path: Path) -> Path:
     header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     shutil.copy(Path(__file__).parents[2] / "versions.lock", tmp_path)
+    (tmp_path / "configs").mkdir()
+    shutil.copy(Path(__file__).parents[2] / "configs" / "store-classes.json", tmp_path / "configs")
     return tmp_path
 
 
@@ -189,17 +191,33 @@ def test_a_disk_that_is_too_small_is_found_apart_from_the_others(root: Path, sma
     assert any(str(small_disk) in f.found and "the KV cache" in f.needed and "KV_CACHE_DIR" in f.fix for f in found)
 
 
-def test_a_cache_in_memory_is_a_warning(root: Path, small_disk: Path) -> None:
-    found = findings(root, KV_CACHE_DIR=str(small_disk / "cache"))
-    assert any(f.level == "warning" and "tmpfs" in f.found for f in found)
+def test_a_cache_in_memory_is_refused_unless_it_is_allowed(root: Path, small_disk: Path) -> None:
+    for allowed, level in (("", "error"), ("nfs, tmpfs", "warning")):
+        found = findings(root, KV_CACHE_DIR=str(small_disk / "cache"), KV_CACHE_ALLOW_FS=allowed)
+        assert [f.level for f in found if f.name == "file system" and "tmpfs" in f.found] == [level]
+    plain = findings(root, KV_CACHE_DIR=str(small_disk / "cache"), KV_LAYERS="")
+    assert not [f for f in plain if f.name == "file system"], "no disk tier, nothing to refuse"
 
 
-def test_network_and_overlay_file_systems_are_known_from_mountinfo(tmp_path: Path) -> None:
-    device = tmp_path.stat().st_dev
-    numbers = f"{os.major(device)}:{os.minor(device)}"
-    table = tmp_path / "mountinfo"
-    table.write_text(f"1 1 0:9 / /x rw - ext4 x rw\n2 1 {numbers} / /y rw shared:1 - nfs4 host:/y rw\n")
-    assert checks_disk.file_system(tmp_path, table) == "nfs4"
+@pytest.mark.parametrize(("room", "level"), [(2.0, "error"), (0.999, "warning"), (0.001, None)])
+def test_a_cap_larger_than_the_disk_is_refused_and_one_larger_than_its_free_space_is_said(
+    root: Path, room: float, level: str | None
+) -> None:
+    """`room`: the cap as a share of the whole disk, of which some is always taken."""
+    stat = os.statvfs(root)
+    gib = max(0.1, stat.f_blocks * stat.f_frsize / GIB * room)
+    found = [f for f in findings(root, KV_L2_GB=f"{gib:.3f}") if "KV_L2_GB" in f.found]
+    assert [f.level for f in found] == ([level] if level else [])
+
+
+def test_a_table_of_classes_that_the_store_would_refuse_is_found(root: Path) -> None:
+    table = root / "classes.json"
+    table.write_text('[{"namespace": "tiny*", "class": "forever"}]')
+    found = errors(findings(root, KV_STORE_CLASSES=str(table)))
+    assert any("forever" in f.found for f in found)
+    table.write_text('[{"namespace": "tiny*", "class": "keep"}]')
+    assert errors(findings(root, KV_STORE_CLASSES=str(table))) == []
+    assert any("none.json" in f.found for f in errors(findings(root, KV_STORE_CLASSES="none.json")))
 
 
 # -- model, settings, proxies ----------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from rich.console import Console
 from kvstrata.deploy import status, status_disk, status_probe
 from kvstrata.proof import own_blocks, prom
 from kvstrata.proof.bench_report import BenchReport, Series, break_even
-from kvstrata.proof.control import OwnBlocks, _pack
+from kvstrata.proof.control import OwnBlocks, pack
+from kvstrata.store.folders import make_folders
+from kvstrata.store.keys import BlockKey
 
 HASH = "ab" * 32
 
@@ -37,25 +39,21 @@ def test_counters_are_summed_over_the_labels_that_are_not_named() -> None:
 
 def test_prompts_travel_as_one_argument_each() -> None:
     tokens = [(i * 7919) % 151_936 for i in range(20_000)]
-    packed = _pack(tokens)
+    packed = pack(tokens)
     assert own_blocks.decode(packed) == tokens
     assert len(packed) < 128 * 1024
 
 
-def test_own_files_are_found_by_hash_whatever_the_salt(tmp_path: Path) -> None:
-    names = [
-        f"a-SEP-b@0x01000100@0@{HASH}.data",
-        f"a-SEP-b@0x01000100@0@{HASH}@salt.data",
-        f"a-SEP-b@0x01000100@0@{'cd' * 32}.data",
-        f"a@0x01000100@0@{HASH}.data.tmp",
-        "notes.txt",
-    ]
-    for name in names:
-        (tmp_path / name).touch()
-    assert own_blocks.fs_keys(str(tmp_path), {HASH}) == [
-        ("a/b", 0x01000100, 0, HASH, ""),
-        ("a/b", 0x01000100, 0, HASH, "salt"),
-    ]
+def test_own_blocks_are_found_by_hash_whatever_the_model_and_salt(tmp_path: Path) -> None:
+    chunk, rank = bytes.fromhex(HASH), 0x01000100
+    wanted = [BlockKey("a/b", "", chunk, rank), BlockKey("a/b", "salt", chunk, rank, 3), BlockKey("c", "", chunk, rank)]
+    for key in (*wanted, BlockKey("a/b", "", b"\xcd" * 32, rank)):
+        make_folders(str(tmp_path), key)
+        (tmp_path / key.path).touch()
+    (tmp_path / "FORMAT.json").touch()
+    assert set(own_blocks.store_keys(str(tmp_path), [HASH])) == {
+        (key.namespace, rank, key.group, HASH, key.salt) for key in wanted
+    }
 
 
 def test_keys_of_registered_engines_are_one_a_rank() -> None:

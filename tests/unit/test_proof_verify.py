@@ -102,6 +102,32 @@ def test_each_fault_fails_by_name(
     assert said in " ".join(report.all_failures)
 
 
+def test_damaged_blocks_pass_when_they_are_computed_again_and_then_hit(stack: SimStack) -> None:
+    report = verify.prove(_target(stack), before=_at("restart_both", lambda: stack.damaged.update(stack.l2)))
+    assert report.all_failures == ()
+    assert [phase.name for phase in report.phases][-2:] == ["restart_lmcache", "restart_both"]
+    assert any("damaged blocks on disk were refused" in note for note in report.notes)
+    assert stack.lm["refused"] > 0, "lmcache was not restarted since: its counters tell"
+
+
+def test_a_store_that_refuses_everything_does_not_pass(stack: SimStack) -> None:
+    def rot() -> None:
+        stack.damaged.update(stack.l2)
+        stack.rotten = True
+
+    report = verify.prove(_target(stack), before=_at("restart_both", rot))
+    assert _failing(report) == {"restart_both"}
+
+
+def test_damage_that_a_restart_of_lmcache_does_is_not_forgiven(stack: SimStack) -> None:
+    report = verify.prove(_target(stack), before=_at("restart_lmcache", lambda: stack.damaged.update(stack.l2)))
+    assert "restart_lmcache" in _failing(report)
+
+
+def _at(phase: str, action: Callable[[], None]) -> Callable[[str], None]:
+    return lambda name: action() if name == phase else None
+
+
 def test_stores_that_never_reach_l2_name_the_phase_and_the_stack_is_left_up(stack: SimStack) -> None:
     stack.store_lost = True
     report = verify.prove(_target(stack))

@@ -11,6 +11,10 @@ from kvstrata.deploy.finding import Finding
 from kvstrata.deploy.host import GIB, existing_parent
 from kvstrata.deploy.model import ModelInfo
 from kvstrata.deploy.settings import Settings
+from kvstrata.deploy.status_disk import folder_bytes
+from kvstrata.store.errors import StoreError
+from kvstrata.store.mounts import file_system, objection
+from kvstrata.store.settings import StoreSettings
 
 __all__ = ["Need", "disk_findings", "folder_findings", "space_findings"]
 
@@ -22,7 +26,6 @@ _ENGINE_RUNNING = 2 * GIB
 _CACHE_LEAST = 4 * GIB
 #: Wheel, its GGUF and the folder made of it: 93 + 98 + 271 MB.
 _DEMO_MODEL = GIB
-_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs", "fuse.glusterfs", "lustre"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ def folder_findings(settings: Settings, model: ModelInfo) -> list[Finding]:
             fix = f"chown it, or set {knob} in .env to another"
             result.append(Finding("folder", "error", f"{knob}: {problem}", "a folder that you can write", fix))
     if settings.persist:
-        result += _owner(settings) + _file_system(settings.cache_dir)
+        result += _owner(settings)
+        if "nvme" in settings.layers:
+            result += _file_system(settings) + _cap(settings) + _classes(settings)
     result += _readable(settings, model)
     return result
 
@@ -141,32 +146,48 @@ def _can_read(path: Path, settings: Settings) -> bool:
     return (stat.st_mode >> shift) & wanted == wanted
 
 
-def _file_system(folder: Path) -> list[Finding]:
-    kind = file_system(existing_parent(folder))
-    if kind in _NETWORK:
-        why = "a network file system: a hang there makes every request wait"
-    elif kind == "overlay":
-        why = "a container's own layer: it is slow and goes away with the container"
-    elif kind in ("tmpfs", "ramfs"):
-        why = "memory: the cache does not survive a reboot and takes the memory that L1 wants"
-    else:
+def _file_system(settings: Settings) -> list[Finding]:
+    """What the store itself would refuse in the container (store/root.py), said before anything is started."""
+    folder = settings.cache_dir
+    kind = file_system(existing_parent(folder).resolve())
+    why = objection(kind)
+    if not why:
         return []
+    allowed = kind in settings.cache_allow_fs
     return [
-        Finding("file system", "warning", f"KV_CACHE_DIR={folder} is on {kind}, {why}", "a local disk (ext4, xfs)",
-                "set KV_CACHE_DIR in .env to a folder on a local NVMe disk")
+        Finding("file system", "warning" if allowed else "error", f"KV_CACHE_DIR={folder} is on {kind}, {why}",
+                "a local disk (ext4, xfs)",
+                f"set KV_CACHE_DIR in .env to a folder on a local NVMe disk, or KV_CACHE_ALLOW_FS={kind}")
     ]  # fmt: skip
 
 
-def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Type of the file system that holds `path` ("" when /proc does not tell)."""
+def _cap(settings: Settings) -> list[Finding]:
+    """KV_L2_GB against the disk that it is on. A cap below what is free is the plan's own business."""
+    if settings.l2_gb is None:
+        return []
+    stat = os.statvfs(existing_parent(settings.cache_dir))
+    disk, free = stat.f_blocks * stat.f_frsize / GIB, stat.f_bavail * stat.f_frsize / GIB
+    fix = "lower KV_L2_GB in .env, leave it blank, or set KV_CACHE_DIR to a larger disk"
+    if settings.l2_gb > disk:
+        found = f"KV_L2_GB={settings.l2_gb:g}, and the disk of {settings.cache_dir} has {disk:.0f} GiB in all"
+        return [Finding("disk", "error", found, f"a disk of {settings.l2_gb:g} GiB or more", fix)]
+    room = free + (folder_bytes(settings.store_root) or 0) / GIB
+    if settings.l2_gb > room:
+        found = f"KV_L2_GB={settings.l2_gb:g}, and {room:.1f} GiB are free on the disk of {settings.cache_dir}"
+        return [Finding("disk", "warning", found, f"{settings.l2_gb:g} GiB free", fix)]
+    return []
+
+
+def _classes(settings: Settings) -> list[Finding]:
+    """The table of retention classes, as the store will read it."""
+    file, fix = settings.store_classes, "mend the file, or leave KV_STORE_CLASSES blank in .env"
     try:
-        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in reversed(lines):
-        head, _, tail = line.partition(" - ")
-        if tail and head.split()[2] == wanted:
-            return tail.split()[0]
-    return ""
+        StoreSettings.from_env(
+            {"KV_STORE_ROOT": "/cache", "KV_STORE_CAPACITY_BYTES": str(GIB), "KV_STORE_CLASSES": str(file)}
+        )
+    except StoreError as error:
+        return [Finding("classes", "error", error.found, error.needed, fix)]
+    if settings.uid not in (None, 0) and not _can_read(file, settings):
+        return [Finding("classes", "error", f"KV_STORE_CLASSES={file} cannot be read by uid {settings.uid}",
+                        f"readable for KV_UID={settings.uid}", f"chmod a+r {file}")]  # fmt: skip
+    return []

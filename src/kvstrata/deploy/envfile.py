@@ -123,7 +123,7 @@ def ensure_data(settings: Settings) -> None:
 
 def _ours(folder: Path) -> bool:
     """Empty, or holding nothing but what this deployment puts there."""
-    return {path.name for path in folder.iterdir()} <= {"fs", "salt_key"}
+    return {path.name for path in folder.iterdir()} <= {"store", "fs", "salt_key"}
 
 
 def ensure_secrets(settings: Settings) -> list[Path]:

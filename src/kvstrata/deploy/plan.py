@@ -22,12 +22,16 @@ from kvstrata.deploy.memory import Memory, size
 from kvstrata.deploy.model import ModelInfo
 from kvstrata.deploy.model_files import weight_bytes
 from kvstrata.deploy.settings import Settings
+from kvstrata.deploy.status_disk import folder_bytes
 
 __all__ = ["Host", "Plan", "make"]
 
 #: vLLM's own block size by device (vllm 0.28.0 platforms/cpu.py; 0.25.1 on CUDA).
 BLOCK_SIZE = {"cpu": 128, "nvidia": 16, "gb10": 16}
 _L2_DEFAULT_GB = 1500
+_L2_SHARE = 0.8
+_L2_LEAST = 64 << 20
+_L2_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Plan:
         return {
             "KV_VLLM_ARGS": shlex.join(self.vllm_args),
             "KV_PLAN_L1_GB": f"{self.l1_gb:g}",
+            "KV_PLAN_L2_BYTES": str(int(self.l2_gb * GIB)),
             "KV_PLAN_SHM_BYTES": str(self.shm_bytes),
             "KV_PLAN_VLLM_KV_GB": str(self.vllm_kv_gb),
             "KV_PLAN_VLLM_MEM": str(self.vllm_mem),
@@ -110,7 +115,7 @@ def make(settings: Settings, model: ModelInfo, device: str, host: Host) -> Plan:
         kv_bytes_per_token=per_token,
         vllm_args=args,
         l1_gb=memory.l1_gb,
-        l2_gb=_l2(settings, explain),
+        l2_gb=_l2(settings, chunk * per_token, explain),
         vllm_kv_gb=memory.vllm_kv_gb,
         shm_bytes=memory.shm_bytes,
         vllm_mem=memory.vllm_mem,
@@ -229,12 +234,30 @@ def _args(
     return tuple(result)
 
 
-def _l2(settings: Settings, explain: list[str]) -> float:
-    stat = os.statvfs(existing_parent(settings.cache_dir))
-    disk = stat.f_blocks * stat.f_frsize / GIB
+def _l2(settings: Settings, block: int, explain: list[str]) -> float:
+    """GiB on disk for the block store. `block`: bytes of one chunk."""
     if settings.l2_gb is not None:
+        least = max(_L2_LEAST, _L2_BLOCKS * block)
+        if settings.l2_gb * GIB < least:
+            raise KvError(
+                f"KV_L2_GB={settings.l2_gb:g}",
+                f"at least {least / GIB:.2g}: {_L2_BLOCKS} blocks of {block / (1 << 20):.4g} MiB",
+                "raise KV_L2_GB in .env, lower KV_CHUNK_SIZE, or leave KV_L2_GB blank",
+            )
         explain.append(f"L2 {settings.l2_gb:g} GiB: KV_L2_GB")
         return settings.l2_gb
-    gb = float(max(1, min(_L2_DEFAULT_GB, int(disk * 0.5))))
-    explain.append(f"L2 {gb:g} GiB: half of the {disk:.0f} GiB disk of the cache folder, {_L2_DEFAULT_GB} at most")
+    before = int(settings.managed.get("KV_PLAN_L2_BYTES") or 0) / GIB
+    own = folder_bytes(settings.store_root)
+    if own is None and before:  # it is another user's: what is free says nothing without it
+        explain.append(f"L2 {before:g} GiB: as planned before; {settings.store_root} cannot be read")
+        return before
+    stat = os.statvfs(existing_parent(settings.cache_dir))
+    room = (stat.f_bavail * stat.f_frsize + (own or 0)) / GIB
+    share = room * _L2_SHARE
+    gb = float(min(_L2_DEFAULT_GB, int(share))) if share >= 2 else max(_L2_LEAST / GIB, round(share, 2))
+    why = f"{_L2_SHARE:.0%} of the {room:.0f} GiB that are free or the store's own, {_L2_DEFAULT_GB} at most"
+    # Another figure recreates lmcache and empties L1: what was planned before stays while it is still sensible.
+    if before != gb and before <= _L2_DEFAULT_GB and 0.7 * room <= before <= 0.9 * room:
+        gb, why = before, f"as planned before; {room:.0f} GiB are free or the store's own"
+    explain.append(f"L2 {gb:g} GiB: {why}")
     return gb

@@ -29,6 +29,8 @@ USER_KEYS: Mapping[str, str] = {
     "KV_INSTALL_ENGINE": "1", "KV_MODEL": "", "MODEL_DIR": "", "KV_VLLM_EXTRA_ARGS": "",
     "KV_PORT": "8000", "KV_METRICS_PORT": "9400", "KV_CHUNK_SIZE": "256",
     "KV_L1_GB": "", "KV_L2_GB": "", "KV_VLLM_KV_GB": "", "KV_VLLM_MEM_GB": "", "KV_LMCACHE_MEM_GB": "",
+    "KV_STORE_CODEC": "raw", "KV_STORE_IO": "buffered", "KV_STORE_LOAD_DEADLINE": "10", "KV_STORE_FREE_FLOOR_GB": "",
+    "KV_STORE_CLASSES": "", "KV_CACHE_ALLOW_FS": "",
     "KV_DATA_DIR": "./data", "KV_CACHE_DIR": "", "KV_UID": "", "KV_GID": "",
     "KV_WAIT_TIMEOUT": "300", "KV_TRANSFER_MODE": "auto", "KV_MQ_TIMEOUT": "5", "KV_HEARTBEAT": "5",
     "KV_BASE_IMAGE": "", "KV_CA_BUNDLE": "",
@@ -38,8 +40,9 @@ USER_KEYS: Mapping[str, str] = {
 MANAGED_KEYS: tuple[str, ...] = (
     "COMPOSE_FILE", "KV_PULL_POLICY", "KV_IMAGE_VLLM", "KV_IMAGE_LMCACHE", "KV_IMAGE_PROXY",
     "KV_MODEL_NAME", "KV_MODEL_PATH", "KV_IDENTITY", "KV_VLLM_ARGS",
-    "KV_PLAN_L1_GB", "KV_PLAN_SHM_BYTES", "KV_PLAN_VLLM_KV_GB", "KV_PLAN_VLLM_MEM", "KV_PLAN_LMCACHE_MEM",
-    "KV_CACHE_PATH", "KV_SECRETS_PATH", "KV_STATE_PATH",
+    "KV_PLAN_L1_GB", "KV_PLAN_L2_BYTES", "KV_PLAN_SHM_BYTES", "KV_PLAN_VLLM_KV_GB", "KV_PLAN_VLLM_MEM",
+    "KV_PLAN_LMCACHE_MEM",
+    "KV_CACHE_PATH", "KV_CLASSES_PATH", "KV_SECRETS_PATH", "KV_STATE_PATH",
 )  # fmt: skip
 
 #: Old name -> new name. An old name is an error that names the new one; it is never read.
@@ -50,6 +53,8 @@ RENAMED: Mapping[str, str] = {
 }
 
 DEVICES = ("cpu", "nvidia", "gb10")
+CODECS = ("raw", "lz4", "zstd")
+IO_MODES = ("buffered", "direct")
 IMAGE_SOURCES = ("build", "pull")
 TRANSFER_MODES = ("auto", "engine_driven", "lmcache_driven", "pickle")
 _T = TypeVar("_T")
@@ -81,6 +86,12 @@ class Settings:
     vllm_kv_gb: int | None  # vLLM reads it as an int (vllm 0.28.0 envs.py:870)
     vllm_mem_gb: float | None
     lmcache_mem_gb: float | None
+    store_codec: str
+    store_io: str
+    store_load_deadline: float
+    store_free_floor_gb: float | None
+    store_classes: Path
+    cache_allow_fs: tuple[str, ...]
     data_dir: Path
     cache_dir: Path
     uid: int | None
@@ -96,6 +107,11 @@ class Settings:
     @property
     def env_file(self) -> Path:
         return self.root / ".env"
+
+    @property
+    def store_root(self) -> Path:
+        """The block store's folder on this host; /cache/store in the container (compose/nvme.yaml)."""
+        return self.cache_dir / "store"
 
     @property
     def secrets_dir(self) -> Path:
@@ -246,6 +262,14 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         else None,
         vllm_mem_gb=r.size("KV_VLLM_MEM_GB"),
         lmcache_mem_gb=r.size("KV_LMCACHE_MEM_GB"),
+        store_codec=r.choice("KV_STORE_CODEC", CODECS, blank=False),
+        store_io=r.choice("KV_STORE_IO", IO_MODES, blank=False),
+        store_load_deadline=r.number("KV_STORE_LOAD_DEADLINE", 0.1, 120, "a number of seconds from 0.1 to 120"),
+        store_free_floor_gb=r.number("KV_STORE_FREE_FLOOR_GB", 0, 1 << 20, "a number of GiB, 0 or more, or blank")
+        if r.text("KV_STORE_FREE_FLOOR_GB")
+        else None,
+        store_classes=_path(root, r.text("KV_STORE_CLASSES") or "configs/store-classes.json"),
+        cache_allow_fs=tuple(r.text("KV_CACHE_ALLOW_FS").replace(",", " ").split()),
         data_dir=data_dir,
         cache_dir=_path(root, r.text("KV_CACHE_DIR")) if r.text("KV_CACHE_DIR") else data_dir / "cache",
         uid=r.whole("KV_UID", 0, 2**31 - 1, ids) if r.text("KV_UID") else None,

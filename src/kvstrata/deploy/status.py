@@ -21,6 +21,7 @@ from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
 from kvstrata.deploy.status_disk import folder_bytes, image_bytes, log_bytes
 from kvstrata.deploy.status_probe import Transfer, look_inside, transfer_of
+from kvstrata.deploy.status_tiers import Tiers, l2_line, size, tiers_of
 from kvstrata.proof.checks import GuardFacts, guard_problems, read_guard
 from kvstrata.proof.client import LmcacheClient, VllmClient
 from kvstrata.proof.prom import Samples
@@ -28,20 +29,6 @@ from kvstrata.proof.prom import Samples
 __all__ = ["Status", "Tiers", "collect", "last_proof", "render", "tiers_of"]
 
 _LOG_LINES = 2000
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """How full, and how often hit, since the servers started. Bytes; None = not known."""
-
-    l0_hit_rate: float | None
-    lookup_hit_rate: float | None
-    """Tokens that LMCache had, of tokens that it was asked for."""
-    l1_used: int | None
-    l1_total: int | None
-    l1_objects: int | None
-    l2_adapters: tuple[str, ...]
-    l2_disk: int | None
 
 
 @dataclass(frozen=True)
@@ -137,6 +124,9 @@ def collect(settings: Settings, root: Path) -> Status:
         if "nvidia-lmcache" in settings.managed.get("COMPOSE_FILE", "") and seen[0] and seen[1]:
             problems += _namespace_problems(seen[0].namespaces, seen[1].namespaces)
     cache = folder_bytes(settings.cache_dir)
+    tiers = tiers_of(server, lm_samples, v_samples, cache)
+    if tiers.l2_suspect:
+        problems.append(f"L2: found: the disk of {settings.cache_dir} does not answer; needed: reads that end (dmesg)")
     return Status(
         persist=settings.persist,
         device=settings.device,
@@ -146,7 +136,7 @@ def collect(settings: Settings, root: Path) -> Status:
         services=services,
         guard=guard,
         transfer=transfer,
-        tiers=tiers_of(server, lm_samples, v_samples, cache),
+        tiers=tiers,
         disk={
             "logs": log_bytes(service.container_id for service in services),
             "images": image_bytes(service.image for service in services),
@@ -154,26 +144,6 @@ def collect(settings: Settings, root: Path) -> Status:
         },
         proof=last_proof(settings.reports_dir),
         problems=tuple(problems),
-    )
-
-
-def tiers_of(server: Mapping[str, Any] | None, lmcache: Samples, vllm: Samples, l2_disk: int | None) -> Tiers:
-    """Usage and hit rates from LMCache's /status, both servers' counters, and the bytes in the cache folder.
-
-    L2 is measured on disk: the `fs` adapter of LMCache 0.5.3 counts only what was stored since its own start.
-    """
-    manager = (server or {}).get("storage_manager", {})
-    l1 = manager.get("l1_manager", {})
-    return Tiers(
-        l0_hit_rate=_ratio(vllm.sum("vllm:prefix_cache_hits_total"), vllm.sum("vllm:prefix_cache_queries_total")),
-        lookup_hit_rate=_ratio(
-            lmcache.sum("lmcache_mp_lookup_hit_tokens_total"), lmcache.sum("lmcache_mp_lookup_requested_tokens_total")
-        ),
-        l1_used=l1.get("memory_used_bytes"),
-        l1_total=l1.get("memory_total_bytes"),
-        l1_objects=l1.get("total_object_count"),
-        l2_adapters=tuple(str(adapter.get("type")) for adapter in manager.get("l2_adapters", ())),
-        l2_disk=l2_disk if manager.get("l2_adapters") else None,
     )
 
 
@@ -219,10 +189,10 @@ def _lines(state: Status) -> list[tuple[str, str]]:
         ("guard", guard),
         ("transfer", f"{transfer.mode} ({moved})"),
         ("L0", f"hit rate {_percent(tiers.l0_hit_rate)} since vLLM started"),
-        ("L1", f"{_size(tiers.l1_used)} of {_size(tiers.l1_total)}, {blocks} blocks"),
-        ("L2", f"{_size(tiers.l2_disk)} on disk ({', '.join(tiers.l2_adapters)})" if tiers.l2_adapters else "none"),
+        ("L1", f"{size(tiers.l1_used)} of {size(tiers.l1_total)}, {blocks} blocks"),
+        ("L2", l2_line(tiers)),
         ("lookups", f"hit rate {_percent(tiers.lookup_hit_rate)} since lmcache started (tokens, L1 and L2 together)"),
-        ("disk", ", ".join(f"{name} {_size(size)}" for name, size in state.disk.items())),
+        ("disk", ", ".join(f"{name} {size(used)}" for name, used in state.disk.items())),
     ]
     if proof is None:
         return [*lines, ("proof", "none yet (make verify)")]
@@ -273,18 +243,8 @@ def _layers(settings: Settings) -> tuple[str, ...]:
     return tuple(Path(name).stem for name in files if name)
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
 def _percent(ratio: float | None) -> str:
     return "unknown" if ratio is None else f"{ratio * 100:.0f} %"
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
 
 
 def _when(started: str) -> str:

@@ -118,6 +118,7 @@ def _write_managed(
         "KV_IDENTITY": digest,
         **made.env(),
         "KV_CACHE_PATH": str(current.cache_dir),
+        "KV_CLASSES_PATH": str(current.store_classes),
         "KV_SECRETS_PATH": str(current.secrets_dir),
         "KV_STATE_PATH": str(current.state_dir),
     }

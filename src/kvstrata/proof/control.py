@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kvstrata.deploy.errors import KvError
 
-__all__ = ["Control", "OwnBlocks", "ServiceName", "Target", "wait_until"]
+__all__ = ["Control", "OwnBlocks", "ServiceName", "Target", "pack", "wait_until"]
 
 ServiceName = str
 _PROMPTS_PER_CALL = 16
@@ -97,7 +97,7 @@ class OwnBlocks:
         unique = sorted({tuple(prompt) for prompt in prompts if len(prompt) >= self._chunk})
         results = []
         for at in range(0, len(unique), _PROMPTS_PER_CALL):
-            packed = [_pack(prompt) for prompt in unique[at : at + _PROMPTS_PER_CALL]]
+            packed = [pack(prompt) for prompt in unique[at : at + _PROMPTS_PER_CALL]]
             argv = ["python3", "-c", script, action, self._control.lmcache_http, str(self._chunk), *packed]
             status, output = self._control.exec("lmcache", argv)
             if status != 0:
@@ -110,6 +110,6 @@ class OwnBlocks:
         return results
 
 
-def _pack(tokens: Sequence[int]) -> str:
+def pack(tokens: Sequence[int]) -> str:
     """A prompt as one argument: an argument may have 128 KiB (MAX_ARG_STRLEN), which is room for ~45 000 tokens."""
     return base64.b64encode(zlib.compress(struct.pack(f">{len(tokens)}I", *tokens), 9)).decode()

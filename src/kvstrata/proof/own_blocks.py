@@ -4,7 +4,8 @@ The proof must leave no bytes behind on somebody's disk, yet keep to the keys th
 would prove another path than the one that users without a salt take). LMCache's key is the hash of the tokens, so the
 prompts' token ids are enough to name their blocks: LMCache 0.5.3 hashes chunk by chunk with BLAKE3
 (lmcache/v1/multiprocess/token_hasher.py:29-50, 201-256). LMCache's DELETE /cache/objects does the deleting, so that
-its own books stay right; the `fs` adapter cannot list its keys, its file names can.
+its own books stay right. Blocks are found by their file names (docs/format.md), not by listing GET /cache/objects: that
+would be hundreds of pages on a full disk, and a name in the folder is what a restart will find.
 
 Sent as source text to `python3 -c` (the container's own Python: standard library and blake3, which LMCache needs).
 Arguments: action (count | drop-l1 | delete), address ("unix:PATH" or "tcp:HOST:PORT"), chunk size, then one argument a
@@ -14,12 +15,12 @@ prompt: base64 of zlib of its ids as big-endian uint32. Prints one JSON object.
 import base64
 import http.client
 import json
-import os
 import socket
 import struct
 import sys
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 MODEL, RANK, GROUP, HASH, SALT = range(5)
@@ -61,14 +62,16 @@ def call(address: str, method: str, path: str, body: object = None) -> tuple[int
         return answer.status, {"error": text[:300].decode(errors="replace")}
 
 
-def fs_keys(folder: str, wanted: set[str]) -> list[Key]:
-    """Keys of the fs adapter's files whose hash is wanted (fs_l2_adapter.py:99-121), whatever their salt."""
+def store_keys(root: str, wanted: list[str]) -> list[Key]:
+    """Keys of the store's blocks whose hash is wanted: <namespace>/<salt>/<2 digits>/<hash>.<rank>.<group>."""
     found = []
-    for name in sorted(os.listdir(folder)):  # noqa: PTH208
-        parts = name.removesuffix(".data").split("@")
-        if name.endswith(".data") and len(parts) in (4, 5) and parts[HASH] in wanted:
-            model, salt = parts[MODEL].replace("-SEP-", "/"), parts[SALT] if len(parts) == 5 else ""
-            found.append((model, int(parts[RANK], 16), int(parts[GROUP], 16), parts[HASH], salt))
+    for spelled in sorted(Path(root).glob("*/*/salt.json")):
+        model = json.loads((spelled.parent.parent / "ns.json").read_bytes())["namespace"]
+        salt = json.loads(spelled.read_bytes())["salt"]
+        for key in wanted:
+            for block in sorted((spelled.parent / key[:2]).glob(f"{key}.*.*")):
+                _, rank, group = block.name.split(".")
+                found.append((model, int(rank, 16), int(group, 16), key, salt))
     return found
 
 
@@ -101,11 +104,11 @@ def main(argv: list[str]) -> dict[str, Any]:
     wanted = sorted({key for of_prompt in hashes for key in of_prompt})
     status = call(address, "GET", "/status")[1]
     adapters = status.get("storage_manager", {}).get("l2_adapters", [])
-    folders = [a["base_path"] for a in adapters if a.get("type") == "FSL2Adapter"]
+    folders = [a["root"] for a in adapters if a.get("type") == "KvstrataL2Adapter"]
     listable = bool(folders) and len(folders) == len(adapters)
 
     def on_disk() -> list[Key]:
-        return [key for folder in folders for key in fs_keys(folder, set(wanted))]
+        return [key for folder in folders for key in store_keys(folder, wanted)]
 
     found = on_disk()
     present = {key[HASH] for key in found}

@@ -97,11 +97,11 @@ class Prover:
 
     def phase(
         self, name: str, prompt: Tokens, source: Source, yardstick: Completion | None, *,
-        salt: str | None = None, keep: bool = True,
+        salt: str | None = None, keep: bool = True, hook: bool = True,
     ) -> Completion | None:  # fmt: skip
         """Warm up, run one timed request, judge it against what `source` must give and against `yardstick`'s text."""
         self.at = name
-        if self._before:
+        if self._before and hook:
             self._before(name)
         # Shorter than a chunk: it wakes the engine and asks LMCache for nothing.
         with contextlib.suppress(RequestFailed):
@@ -131,6 +131,32 @@ class Prover:
             )
         )  # fmt: skip
         return answer
+
+    def from_disk(self, name: str, prompt: Tokens, yardstick: Completion | None) -> Completion | None:
+        """A phase from L2 that forgives damaged blocks once: they are to be computed again, and right.
+
+        A disk that damages what lies on it is no fault of the cache, as long as the text stays equal and the store
+        counts what it refused. What was then stored again has to be hit in full, so that a store which refuses
+        everything does not pass. LMCache is not restarted in between: its counters tell what happened.
+        """
+        before = self._refused()
+        answer = self.phase(name, prompt, "l2", yardstick)
+        seen, refused = self.phases[-1], self._refused() - before
+        if not (seen.problems and seen.equal and refused > 0):
+            return answer
+        self.phases.pop()
+        self.notes.append(
+            f"{name}: {refused} damaged blocks on disk were refused and computed again: equal text, "
+            f"{seen.hit_tokens} of {seen.expected_hit_tokens} tokens from the cache. The figures are those of a second "
+            "try, after they were stored again. Look at the disk (dmesg, smartctl)"
+        )
+        self.wait_stored(name, prompt)
+        self.restart("vllm")
+        self.drop_l1(prompt)
+        return self.phase(name, prompt, "l2", yardstick, hook=False)
+
+    def _refused(self) -> int:
+        return int(self._lmcache.samples().sum("kvstrata_store_corrupt_total"))
 
     # -- the stack ----------------------------------------------------------------------------------------------
 
