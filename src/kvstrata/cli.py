@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvstrata.deploy import envfile, images, lock, settings, status, up
+from kvstrata.deploy import envfile, images, lock, settings, status, turn, up
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.steps import Steps
@@ -42,19 +43,24 @@ def _print_json(data: Any) -> None:
 @app.command("up")
 def up_(proof: Annotated[bool, typer.Option(help="Prove the running stack at the end.")] = True) -> None:
     """Everything from nothing to a running, proven stack. Safe to repeat."""
-    raise typer.Exit(up.up(_root(), Steps(), proof=proof))
+    with turn.take(_root(), "up"):
+        code = up.up(_root(), Steps(), proof=proof)
+    raise typer.Exit(code)
 
 
 @app.command()
 def down() -> None:
     """Stop and remove the containers. Data, images and settings stay."""
-    Compose(_root(), _settings()).down()
+    with turn.take(_root(), "down"):
+        Compose(_root(), _settings()).down()
 
 
 @app.command()
 def rollback() -> None:
     """Back to the plain vLLM: its own arguments, nothing of kvstrata in it. The cache on disk stays."""
-    raise typer.Exit(up.rollback(_root(), Steps()))
+    with turn.take(_root(), "rollback"):
+        code = up.rollback(_root(), Steps())
+    raise typer.Exit(code)
 
 
 @app.command("status")
@@ -100,7 +106,11 @@ def verify(
     """The reuse proof on the running stack: cold, warm, and after a kill of each part. Exit 1 if a phase fails."""
     from kvstrata.proof import verify as proof
 
-    report = proof.run(_settings(), _root(), live=live, force=force, json_path=json_file)
+    if live:
+        # Restarts nothing, so it holds nothing; beside a command that does, it would fail for no fault.
+        turn.refuse_while_taken(_root())
+    with contextlib.nullcontext() if live else turn.take(_root(), "verify"):
+        report = proof.run(_settings(), _root(), live=live, force=force, json_path=json_file)
     report.render(Console(highlight=False))
     raise typer.Exit(0 if report.passed else 1)
 
@@ -114,14 +124,15 @@ def bench(
     """TTFT cold / L0 / L1 / L2 and plain vLLM at several prompt lengths. Restarts servers; takes minutes."""
     from kvstrata.proof import bench as benchmark
 
-    benchmark.run(
-        _settings(),
-        _root(),
-        lengths=tuple(int(n) for n in lengths.split(",") if n.strip()),
-        repeats=repeats,
-        out=out,
-        console=Console(highlight=False),
-    )
+    with turn.take(_root(), "bench"):
+        benchmark.run(
+            _settings(),
+            _root(),
+            lengths=tuple(int(n) for n in lengths.split(",") if n.strip()),
+            repeats=repeats,
+            out=out,
+            console=Console(highlight=False),
+        )
 
 
 @app.command()
@@ -138,8 +149,9 @@ def pull() -> None:
 
 def _images(source: str, get: Callable[[settings.Settings, Steps], images.ImageSet]) -> None:
     steps = Steps()
-    found = get(up.prepare(_root(), steps), steps)
-    envfile.set_value(_root(), "KV_IMAGE_SOURCE", source)
+    with turn.take(_root(), source):
+        found = get(up.prepare(_root(), steps), steps)
+        envfile.set_value(_root(), "KV_IMAGE_SOURCE", source)
     Console(highlight=False).print(f"{found.vllm}\n{found.proxy}", soft_wrap=True)
 
 
