@@ -132,6 +132,8 @@ def test_data_folders_and_the_secret_are_for_their_owner_only(root: Path) -> Non
     envfile.ensure(root)
     (root / "data" / "cache").mkdir(parents=True, mode=0o755)
     found = settings.load(root, {})
+    if os.geteuid() == 0:
+        os.chown(found.cache_dir, 10001, 10001)
     made = envfile.ensure_secrets(found)
     assert made == [root / "data" / "secrets" / "salt_key"]
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [found.cache_dir, found.secrets_dir, *made]}

@@ -121,7 +121,7 @@ def load(root: Path, environ: Mapping[str, str] | None = None) -> Settings:
     """
     env = os.environ if environ is None else environ
     path = root / ".env"
-    entries = dotenv.parse(path, env) if path.is_file() else []
+    entries = dotenv.parse(path, env) if path.exists() else []
     where = _check_keys(path, entries)
     values = dict(USER_KEYS)
     values.update({e.key: e.value for e in entries if not e.managed})
@@ -262,4 +262,8 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
 
 def _path(root: Path, text: str) -> Path:
     """Absolute, `..` folded, links kept; a relative one starts at the checkout, wherever the caller stands."""
-    return Path(os.path.normpath(root / Path(text).expanduser()))
+    try:
+        return Path(os.path.normpath(root / Path(text).expanduser()))
+    except RuntimeError:
+        raise KvError(f"the path {text} in .env names a home that does not exist", "a path of this machine",
+                      "write the whole path, from / on") from None  # fmt: skip

@@ -29,7 +29,7 @@ def take(root: Path, verb: str) -> Iterator[None]:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise KvError(f"{path} cannot be written ({error.strerror})", "a checkout that you can write",
-                      f"run it as the owner of {root}")  # fmt: skip
+                      f"run it as the owner of {root}") from None  # fmt: skip
     with os.fdopen(handle, "r+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
