@@ -56,10 +56,17 @@ def prepare(root: Path, steps: Steps, *, plain: bool = False) -> Settings:
 
 
 def make_plan(root: Path) -> Plan:
-    """The plan for the current settings, without changing anything (`kvstrata plan`)."""
+    """The plan for the current settings, without changing anything (`kvstrata plan`).
+
+    Raises KvError for settings that `up` would refuse; ports, disks and memory are for `up` to look at.
+    """
     current = settings.load(root)
+    current = replace(current, device=current.device or detect().name)
+    envfile.check_data(current)
+    layers.resolve(current)
+    preflight.knobs(current)
     chosen = model.resolve(current, root)
-    return plan.make(current, chosen, current.device or detect().name, plan.Host.read())
+    return plan.make(current, chosen, current.device, plan.Host.read())
 
 
 def up(root: Path, steps: Steps, *, proof: bool = True) -> int:
