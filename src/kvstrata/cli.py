@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -162,14 +164,37 @@ def lock_update() -> None:
         typer.echo(line)
 
 
+def _terminated(_signal: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C: killed servers are started again, and compose is told."""
+    raise KeyboardInterrupt
+
+
+_SERVERS_BACK = "servers that it had stopped were told to start again (make status)"
+_INTERRUPTED = {
+    "up": "what was started keeps starting; `make up` goes on from here",
+    "rollback": "what was started keeps starting; `make rollback` goes on from here",
+    "down": "`make down` goes on from here",
+    "verify": _SERVERS_BACK,
+    "bench": _SERVERS_BACK,
+    "build": "`make build` goes on from here",
+    "pull": "`make pull` goes on from here",
+}
+
+
 def main() -> int:
-    """Run the command line; a refusal becomes found / needed / to fix on stderr and exit code 2."""
+    """Run the command line; a refusal becomes found / needed / to fix on stderr and exit code 2, Ctrl-C 130."""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         code = app(standalone_mode=False)  # click hands back the code of a typer.Exit
+        if code == 130:  # what typer makes of a Ctrl-C
+            raise KeyboardInterrupt
     except KvError as error:
         print(f"\n{error}", file=sys.stderr)
         return error.exit_code
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
+        verb = sys.argv[1] if len(sys.argv) > 1 else ""
+        print(f"\ninterrupted; {_INTERRUPTED.get(verb, 'nothing was left half done')}", file=sys.stderr)
         return 130
     except Exception as error:
         # click's usage errors know how to show themselves; anything else is a bug and keeps its trace.

@@ -22,6 +22,7 @@ from kvstrata.deploy import causes
 from kvstrata.deploy.compose_ps import ServiceState, parse_ps
 from kvstrata.deploy.errors import CommandFailed, KvError
 from kvstrata.deploy.settings import MANAGED_KEYS, Settings
+from kvstrata.deploy.shell import INTERRUPTED
 
 __all__ = ["Compose", "ServiceState", "StackFailed", "parse_ps"]
 
@@ -77,6 +78,8 @@ class Compose:
                 raise
             output.seek(0)
             text = output.read()
+        if process.returncode in INTERRUPTED:  # a Ctrl-C that reached compose alone
+            raise KeyboardInterrupt
         # Compose 2.26 ends with 0 when the wait timed out, so its word alone does not count.
         if process.returncode != 0 or not all(state.ok for state in self._states()):
             raise self._why(text)
