@@ -54,7 +54,18 @@ def up_(proof: Annotated[bool, typer.Option(help="Prove the running stack at the
 def down() -> None:
     """Stop and remove the containers. Data, images and settings stay."""
     with turn.take(_root(), "down"):
-        Compose(_root(), _settings()).down()
+        current = _settings()
+        compose = Compose(_root(), current)
+        gone = [state.service for state in compose.ps()]
+        compose.down()
+    removed = f"containers of {', '.join(gone)}, and their networks" if gone else "nothing, no container was there"
+    for line in (
+        f"removed: {removed}",
+        f"stays:   settings ({current.env_file}), data ({current.data_dir}), cache ({current.cache_dir}),",
+        "         images and volumes",
+        "`make up` starts it again",
+    ):
+        typer.echo(line)
 
 
 @app.command()
@@ -111,8 +122,11 @@ def verify(
     if live:
         # Restarts nothing, so it holds nothing; beside a command that does, it would fail for no fault.
         turn.refuse_while_taken(_root())
-    with contextlib.nullcontext() if live else turn.take(_root(), "verify"):
-        report = proof.run(_settings(), _root(), live=live, force=force, json_path=json_file)
+    alone = contextlib.nullcontext() if live else turn.take(_root(), "verify")
+    with alone, Steps().step("Proof, live" if live else "Proof") as step:
+        tell = proof.progress(step.note, live=live)
+        report = proof.run(_settings(), _root(), live=live, force=force, json_path=json_file, before=tell)
+        step.done("passed" if report.passed else "FAILED")
     report.render(Console(highlight=False))
     raise typer.Exit(0 if report.passed else 1)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +88,14 @@ def test_the_command_that_is_at_work_is_shown(root: Path) -> None:
     with turn.take(root, "up"):
         _, shown = look(root, PLAIN, service("vllm"))
     assert "busy" in shown and "`up` (pid" in shown
+
+
+def test_a_proof_is_shown_from_its_start_to_its_end(root: Path) -> None:
+    reports = root / "data" / "reports"
+    reports.mkdir(parents=True)
+    file = reports / "verify-1.json"
+    began = datetime(2026, 11, 30, 3, 26, 28).astimezone()
+    file.write_text(json.dumps({"passed": False, "worth_it": False, "live": False, "started_at": began.isoformat()}))
+    os.utime(file, (began.timestamp() + 103,) * 2)
+    _, shown = look(root, CACHE, service("vllm"))
+    assert "proof     FAILED, 2026-11-30 03:26 to 2026-11-30 03:28:" in shown

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ def tiers_of(server: Mapping[str, Any] | None, lmcache: Samples, vllm: Samples, 
 
 
 def last_proof(reports: Path) -> dict[str, Any] | None:
-    """Verdict of the newest report that `verify` wrote (data/reports/verify-*.json), with its age in seconds."""
+    """Verdict of the newest report that `verify` wrote (data/reports/verify-*.json); its age is that of its end."""
     try:
         newest = max(reports.glob("verify-*.json"), key=lambda path: path.stat().st_mtime)
         report = json.loads(newest.read_text(encoding="utf-8"))
@@ -199,7 +199,8 @@ def last_proof(reports: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     keys = ("passed", "worth_it", "live", "started_at", "failures")
-    return {"file": str(newest), "age_s": round(age), **{key: report.get(key) for key in keys}}
+    ended = datetime.fromtimestamp(time.time() - age, UTC).isoformat(timespec="seconds")
+    return {"file": str(newest), "age_s": round(age), "ended_at": ended, **{key: report.get(key) for key in keys}}
 
 
 def render(state: Status, console: Console) -> None:
@@ -243,9 +244,10 @@ def _lines(state: Status) -> list[tuple[str, str]]:
     if proof is None:
         return [*lines, ("proof", "none yet (make verify)")]
     verdict = "passed" if proof["passed"] else "FAILED"
-    worth = ", worth it" if proof["worth_it"] else ", not faster everywhere"
+    worth = ", worth it" if proof["worth_it"] else ", not faster everywhere" if proof["passed"] else ""
     kind = " (live)" if proof["live"] else ""
-    return [*lines, ("proof", f"{verdict}{worth}{kind}, {_when(str(proof['started_at']))}: {proof['file']}")]
+    began = _when(str(proof["started_at"]))
+    return [*lines, ("proof", f"{verdict}{worth}{kind}, {began} to {_when(proof['ended_at'])}: {proof['file']}")]
 
 
 def _lmcache(settings: Settings) -> tuple[dict[str, Any] | None, Samples]:

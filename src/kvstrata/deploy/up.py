@@ -157,7 +157,7 @@ def _prove(root: Path, steps: Steps) -> int:
     stamp = current.state_dir / _PROVED
     live = stamp.exists()
     with steps.step("Proof, live" if live else "Proof") as step:
-        report = verify.run(current, root, live=live, before=lambda phase: step.note(phase))
+        report = verify.run(current, root, live=live, before=verify.progress(step.note, live=live))
         step.done("passed" if report.passed else "FAILED")
     report.render(steps.console)
     if report.passed and not live:

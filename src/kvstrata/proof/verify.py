@@ -34,7 +34,7 @@ from kvstrata.proof.phases import Disturbed, Prover
 from kvstrata.proof.report import Report
 from kvstrata.proof.sources import StoresStuck
 
-__all__ = ["FULL", "LIVE", "Target", "prove", "run"]
+__all__ = ["FULL", "LIVE", "Target", "progress", "prove", "run"]
 
 FULL = ("cold", "warm_l0", "unseen", "other_salt", "restart_vllm", "restart_lmcache", "restart_both")
 LIVE = ("cold", "warm_l0", "unseen", "other_salt", "live_l1", "live_l2")
@@ -68,6 +68,12 @@ def run(
         if path is not None:
             report.write(path)
     return report
+
+
+def progress(note: Callable[[str], None], *, live: bool) -> Callable[[str], None]:
+    """A `before` that says how far the run is: "phase 5 of 7: restart_vllm"."""
+    names = LIVE if live else FULL
+    return lambda phase: note(f"phase {names.index(phase) + 1} of {len(names)}: {phase}")
 
 
 def prove(
