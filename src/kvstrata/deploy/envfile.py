@@ -13,7 +13,16 @@ from kvstrata.deploy import dotenv, folders
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS, Settings
 
-__all__ = ["check_data", "ensure", "ensure_data", "ensure_secrets", "set_blank", "set_value", "write_managed"]
+__all__ = [
+    "check_data",
+    "ensure",
+    "ensure_data",
+    "ensure_secrets",
+    "lost_salt_key",
+    "set_blank",
+    "set_value",
+    "write_managed",
+]
 
 #: Owner of the data when root runs the CLI: containers never run as root (facts: 0600 files need the same id).
 SERVICE_ID = 10001
@@ -170,6 +179,18 @@ def ensure_secrets(settings: Settings) -> list[Path]:
     _replace(path, secrets.token_hex(32) + "\n", mode=0o600)
     _own(path, settings)
     return [path]
+
+
+def lost_salt_key(settings: Settings) -> str:
+    """What to say when the key is gone although the cache holds blocks, else "". Ask before `ensure_secrets`."""
+    key = settings.secrets_dir / "salt_key"
+    if key.exists() or not any(path.is_file() for path in settings.cache_dir.rglob("*")):
+        return ""
+    return (
+        f"{key} is gone, and {settings.cache_dir} holds blocks: a new key is made. Blocks of requests with a "
+        "cache_salt or a LoRA adapter will never be found again. If you have a copy of the old key, put it back, then "
+        "`make up`"
+    )
 
 
 def _end_of_user_part(lines: list[str]) -> int:

@@ -46,10 +46,13 @@ def prepare(root: Path, steps: Steps, *, plain: bool = False) -> Settings:
             filled = envfile.set_blank(root, {"KV_DEVICE": device.name})
             step.say(f"device: {device.name} ({device.why})")
         current = load()
+        lost = envfile.lost_salt_key(current)
         secrets = envfile.ensure_secrets(current)
         what = [".env created"] if created else []
         what += [f"{key} decided" for key in filled] + [f"secret {path.name} made" for path in secrets]
         step.done(f"{', '.join(what) or 'unchanged'}; device {current.device}")
+    if lost:
+        steps.console.print(f"   WARNING: {lost}", style="bold red", markup=False, highlight=False, soft_wrap=True)
     for warning in found.warnings:
         steps.console.print(f"   warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     return current
