@@ -125,6 +125,17 @@ def test_the_table_fits_a_terminal_of_80_columns_and_has_no_blanks_at_the_ends(s
     assert sum("130816 of 130816" in line for line in lines) == len(phases_)
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_one_answer_to_two_prompts_is_noted_as_a_weak_yardstick(
+    stack: SimStack, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    assert not any("weak yardstick" in note for note in verify.prove(_target(stack), live=live).notes)
+    answer = SimStack.complete
+    monkeypatch.setattr(SimStack, "complete", lambda self, body: {**answer(self, body), "text": "the same"})
+    report = verify.prove(_target(stack), live=live)
+    assert report.passed and any("weak yardstick" in note for note in report.notes)
+
+
 def test_progress_says_which_phase_of_how_many() -> None:
     said: list[str] = []
     verify.progress(said.append, live=False)("restart_vllm")
