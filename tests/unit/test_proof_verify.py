@@ -103,6 +103,15 @@ def test_each_fault_fails_by_name(
     assert said in " ".join(report.all_failures)
 
 
+def test_stores_that_never_reach_l2_name_the_phase_and_the_stack_is_left_up(stack: SimStack) -> None:
+    stack.store_lost = True
+    report = verify.prove(_target(stack))
+    assert report.exit_code == 1
+    assert "restart_vllm: stores not finished" in report.all_failures[0]
+    assert "restart_both: found: did not run; needed: to run" in report.all_failures
+    assert all(entry[0] != "kill" for entry in stack.log)
+
+
 def test_a_wrong_answer_is_not_faster_than_anything(stack: SimStack) -> None:
     report = verify.prove(_target(stack), before=lambda name: stack.l2.clear() if name == "restart_both" else None)
     speeds = {phase.name: report.speed_up(phase) for phase in report.phases}
@@ -141,15 +150,6 @@ def test_progress_says_which_phase_of_how_many() -> None:
     verify.progress(said.append, live=False)("restart_vllm")
     verify.progress(said.append, live=True)("cold")
     assert said == ["phase 5 of 7: restart_vllm", "phase 1 of 6: cold"]
-
-
-def test_stores_that_never_reach_l2_name_the_phase_and_the_stack_is_left_up(stack: SimStack) -> None:
-    stack.store_lost = True
-    report = verify.prove(_target(stack))
-    assert report.exit_code == 1
-    assert "restart_vllm: stores not finished" in report.all_failures[0]
-    assert "restart_both: found: did not run; needed: to run" in report.all_failures
-    assert all(entry[0] != "kill" for entry in stack.log)
 
 
 def test_no_connector_fails_at_once_and_says_so(stack: SimStack) -> None:
