@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from kvstrata import store_cli
-from kvstrata.deploy import envfile, images, lock, settings, status, up
+from kvstrata.deploy import envfile, images, lock, settings, status, turn, up
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.steps import Steps
@@ -48,19 +51,35 @@ def _print_json(data: Any) -> None:
 @app.command("up")
 def up_(proof: Annotated[bool, typer.Option(help="Prove the running stack at the end.")] = True) -> None:
     """Everything from nothing to a running, proven stack. Safe to repeat."""
-    raise typer.Exit(up.up(_root(), Steps(), proof=proof))
+    with turn.take(_root(), "up"):
+        code = up.up(_root(), Steps(), proof=proof)
+    raise typer.Exit(code)
 
 
 @app.command()
 def down() -> None:
     """Stop and remove the containers. Data, images and settings stay."""
-    Compose(_root(), _settings()).down()
+    with turn.take(_root(), "down"):
+        current = _settings()
+        compose = Compose(_root(), current)
+        gone = [state.service for state in compose.ps()]
+        compose.down()
+    removed = f"containers of {', '.join(gone)}, and their networks" if gone else "nothing, no container was there"
+    for line in (
+        f"removed: {removed}",
+        f"stays:   settings ({current.env_file}), data ({current.data_dir}), cache ({current.cache_dir}),",
+        "         images and volumes",
+        "`make up` starts it again",
+    ):
+        typer.echo(line)
 
 
 @app.command()
 def rollback() -> None:
     """Back to the plain vLLM: its own arguments, nothing of kvstrata in it. The cache on disk stays."""
-    raise typer.Exit(up.rollback(_root(), Steps()))
+    with turn.take(_root(), "rollback"):
+        code = up.rollback(_root(), Steps())
+    raise typer.Exit(code)
 
 
 @app.command("status")
@@ -106,7 +125,14 @@ def verify(
     """The reuse proof on the running stack: cold, warm, and after a kill of each part. Exit 1 if a phase fails."""
     from kvstrata.proof import verify as proof
 
-    report = proof.run(_settings(), _root(), live=live, force=force, json_path=json_file)
+    if live:
+        # Restarts nothing, so it holds nothing; beside a command that does, it would fail for no fault.
+        turn.refuse_while_taken(_root())
+    alone = contextlib.nullcontext() if live else turn.take(_root(), "verify")
+    with alone, Steps().step("Proof, live" if live else "Proof") as step:
+        tell = proof.progress(step.note, live=live)
+        report = proof.run(_settings(), _root(), live=live, force=force, json_path=json_file, before=tell)
+        step.done("passed" if report.passed else "FAILED")
     report.render(Console(highlight=False))
     raise typer.Exit(0 if report.passed else 1)
 
@@ -123,14 +149,15 @@ def bench(
         return
     from kvstrata.proof import bench as benchmark
 
-    benchmark.run(
-        _settings(),
-        _root(),
-        lengths=tuple(int(n) for n in lengths.split(",") if n.strip()),
-        repeats=repeats,
-        out=out,
-        console=Console(highlight=False),
-    )
+    with turn.take(_root(), "bench"):
+        benchmark.run(
+            _settings(),
+            _root(),
+            lengths=tuple(int(n) for n in lengths.split(",") if n.strip()),
+            repeats=repeats,
+            out=out,
+            console=Console(highlight=False),
+        )
 
 
 @bench_app.command("store")
@@ -196,8 +223,9 @@ def pull() -> None:
 
 def _images(source: str, get: Callable[[settings.Settings, Steps], images.ImageSet]) -> None:
     steps = Steps()
-    found = get(up.prepare(_root(), steps), steps)
-    envfile.set_value(_root(), "KV_IMAGE_SOURCE", source)
+    with turn.take(_root(), source):
+        found = get(up.prepare(_root(), steps), steps)
+        envfile.set_value(_root(), "KV_IMAGE_SOURCE", source)
     Console(highlight=False).print(f"{found.vllm}\n{found.proxy}", soft_wrap=True)
 
 
@@ -208,14 +236,37 @@ def lock_update() -> None:
         typer.echo(line)
 
 
+def _terminated(_signal: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C: killed servers are started again, and compose is told."""
+    raise KeyboardInterrupt
+
+
+_SERVERS_BACK = "servers that it had stopped were told to start again (make status)"
+_INTERRUPTED = {
+    "up": "what was started keeps starting; `make up` goes on from here",
+    "rollback": "what was started keeps starting; `make rollback` goes on from here",
+    "down": "`make down` goes on from here",
+    "verify": _SERVERS_BACK,
+    "bench": _SERVERS_BACK,
+    "build": "`make build` goes on from here",
+    "pull": "`make pull` goes on from here",
+}
+
+
 def main() -> int:
-    """Run the command line; a refusal becomes found / needed / to fix on stderr and exit code 2."""
+    """Run the command line; a refusal becomes found / needed / to fix on stderr and exit code 2, Ctrl-C 130."""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         code = app(standalone_mode=False)  # click hands back the code of a typer.Exit
+        if code == 130:  # what typer makes of a Ctrl-C
+            raise KeyboardInterrupt
     except KvError as error:
         print(f"\n{error}", file=sys.stderr)
         return error.exit_code
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
+        verb = sys.argv[1] if len(sys.argv) > 1 else ""
+        print(f"\ninterrupted; {_INTERRUPTED.get(verb, 'nothing was left half done')}", file=sys.stderr)
         return 130
     except Exception as error:
         # click's usage errors know how to show themselves; anything else is a bug and keeps its trace.

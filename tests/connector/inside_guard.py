@@ -125,3 +125,35 @@ def test_a_load_that_failed_is_remembered_for_its_request_only() -> None:
     output = SimpleNamespace(finished_sending=None, finished_recving={"r"}, invalid_block_ids={5})
     made.update_connector_output(output)
     assert made._failed == {"r": None} and made._loading == {"o"}
+
+
+@pytest.mark.parametrize(
+    ("lmcache", "counted", "shown"),
+    [
+        (0, 0, (2816, 0, 0)),  # a miss, or away
+        (2560, 2560, (2816, 2560, 0)),
+        (3072, 2816, (2816, 3072, 256)),
+    ],
+)
+def test_hits_of_vllm_are_counted_whatever_lmcache_found(
+    monkeypatch: pytest.MonkeyPatch, lmcache: int, counted: int, shown: tuple[int, int, int]
+) -> None:
+    def found(self: Any, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        tracker = self.request_trackers[request.request_id]
+        tracker.num_lmcache_hit_tokens, tracker.num_vllm_hit_tokens = lmcache, counted
+        return 0, False
+
+    base = KvstrataConnector.__mro__[1]
+    monkeypatch.setattr(base, "get_num_new_matched_tokens", found)
+    tracker = SimpleNamespace(kvstrata_keyed=True, state=None, num_stored_tokens=0)
+    made = connector(request_trackers={"r": tracker})
+    made.scheduler_adapter = SimpleNamespace(end_session=lambda _: None)
+    monkeypatch.setattr(base, "_get_or_create_request_tracker", lambda self, _: tracker)
+    request = SimpleNamespace(
+        request_id="r", prompt_embeds=None, skip_reading_prefix_cache=False, status=None,
+        kv_transfer_params={"cached_token_stats": 1},
+    )  # fmt: skip
+    made.get_num_new_matched_tokens(request, 2816)
+    stats = made.request_finished(request, [])[1]["cached_token_stats"]
+    names = ("num_vllm_cached_tokens", "num_lmcache_cached_tokens", "num_lmcache_extra_cached_tokens")
+    assert tuple(stats[name] for name in names) == shown

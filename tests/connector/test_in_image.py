@@ -46,6 +46,18 @@ def test_half_written_blocks_are_never_served(image: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_request_that_ended_holds_no_lock(image: str) -> None:
+    done = run(image, "inside_lock_ledger.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_the_guard_locks_stay(image: str) -> None:
+    done = run(image, "inside_lock_ledger.py", "KVSTRATA_UNGUARDED=1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    for name in ("go_with_the_request", "leaves_nothing"):
+        assert any(name in line for line in done.stdout.splitlines() if line.startswith("FAILED")), done.stdout
+
+
 def test_the_guards_parts_on_the_real_classes(image: str) -> None:
     done = run(image, "inside_guard.py")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -72,6 +73,8 @@ class Answer:
     l0: int
     lmcache: int
     prompt_tokens: int
+    logprobs: tuple[float, ...] = ()
+    """Of the chosen tokens, where `logprobs=1` was asked for: they move long before the text does."""
 
 
 class Stack:
@@ -86,7 +89,7 @@ class Stack:
         self.set(
             COMPOSE_PROJECT_NAME=project, KV_PORT=str(port), KV_METRICS_PORT=str(metrics_port), **knobs
         )  # fmt: skip
-        self.client = httpx.Client(timeout=120, trust_env=False)
+        self.client = httpx.Client(timeout=240, trust_env=False)
 
     # -- settings and verbs --
 
@@ -139,6 +142,34 @@ class Stack:
     def start(self, *services: str) -> None:
         self.compose("up", "-d", "--no-deps", *services)
 
+    def strike(self, service: str, name: str) -> None:
+        """KILL, STOP or CONT. The signal of `docker kill` goes to the container's init alone; its children stop too."""
+        container = self.containers()[service]["Id"]
+        if name == "KILL":
+            self.docker("kill", "-s", "KILL", container)
+            return
+        for pid in self.docker("top", container, "-eo", "pid").split()[1:]:
+            os.kill(int(pid), signal.SIGSTOP if name == "STOP" else signal.SIGCONT)
+
+    def revive(self, name: str) -> None:
+        """Undo `strike("lmcache", name)`, and wait until the cache is used again."""
+        if name == "KILL":
+            self.start("lmcache")
+        else:
+            self.strike("lmcache", "CONT")
+        wait_until(self.cache_healthy, 120, "the cache server is used again")
+
+    def transfer(self) -> dict[str, Any]:
+        """How KV moves now, as `status` sees it in the engine's memory map and in lmcache's log."""
+        return dict(json.loads(self.cli("status", "--json").stdout)["transfer"])
+
+    def running(self) -> int:
+        """Requests in vLLM's batch."""
+        text = self.client.get(self.url + "/metrics").text
+        return int(
+            sum(float(r.rsplit(" ", 1)[1]) for r in text.splitlines() if r.startswith("vllm:num_requests_running"))
+        )
+
     # -- requests --
 
     def model(self) -> str:
@@ -168,7 +199,11 @@ class Stack:
         """vLLM's own prefix cache forgets everything (dev route, on by hook.yaml)."""
         wait_until(lambda: self.client.post(self.url + "/reset_prefix_cache").status_code == 200, 20, "L0 dropped")
 
-    def ask(self, prompt: str, tokens: int = 16, **fields: Any) -> Answer:
+    def tokens(self, text: str) -> list[int]:
+        reply = self.client.post(self.url + "/tokenize", json={"model": self.model(), "prompt": text})
+        return [int(token) for token in reply.json()["tokens"]]
+
+    def ask(self, prompt: str | list[int], tokens: int = 16, **fields: Any) -> Answer:
         body = {
             "model": fields.pop("model", None) or self.model(), "prompt": prompt, "max_tokens": tokens,
             "temperature": 0, "seed": 1, "kv_transfer_params": {"cached_token_stats": 1}, **fields,
@@ -183,13 +218,14 @@ class Stack:
         return Answer(
             200, data["choices"][0]["text"], seconds, stats.get("num_vllm_cached_tokens", 0),
             stats.get("num_lmcache_cached_tokens", 0), data["usage"]["prompt_tokens"],
+            tuple((data["choices"][0].get("logprobs") or {}).get("token_logprobs", ())),
         )  # fmt: skip
 
     def ask_all(self, prompts: list[str], tokens: int = 16, workers: int = 16) -> list[Answer]:
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(lambda p: self.ask(p, tokens), prompts))
 
-    def store(self, prompt: str, **fields: Any) -> Answer:
+    def store(self, prompt: str | list[int], **fields: Any) -> Answer:
         """Ask once and wait until the blocks are in LMCache."""
         answer = self.ask(prompt, **fields)
         assert answer.status == 200, answer.text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvstrata import cli
 from kvstrata.deploy import causes, settings
 from kvstrata.deploy.compose import Compose, StackFailed, parse_ps
 from kvstrata.deploy.errors import CommandFailed, KvError
@@ -69,6 +71,27 @@ def test_the_printed_command_is_the_one_that_runs(fake: Fake, tmp_path: Path) ->
     compose.up(77)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert compose.command_line(77).removeprefix("docker compose ") in calls
+
+
+def test_logs_to_a_file_are_plain_text(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compose = fake('echo "$@" >> calls; printf "\\033[2K\\033[36mvllm  |\\033[0m ready\\n"')
+    compose.show_logs("vllm", tail=5)
+    assert capsys.readouterr().out == "vllm  | ready\n"
+    assert "--no-color" in (tmp_path / "calls").read_text()
+
+
+def test_down_says_what_went_and_what_stays(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(f"case \"$1\" in ps) echo '{json.dumps(ROWS)}';; esac")
+    monkeypatch.setenv("KVSTRATA_ROOT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["kvstrata", "down"])
+    assert cli.main() == 0
+    said = capsys.readouterr().out
+    assert "removed: containers of lmcache, proxy, vllm" in said
+    assert f"cache ({tmp_path / 'data' / 'cache'})" in said and "`make up`" in said
 
 
 def test_a_failed_up_names_the_cause(fake: Fake) -> None:

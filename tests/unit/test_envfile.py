@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from kvstrata.deploy import dotenv, envfile, settings
+from kvstrata.deploy import dotenv, envfile, settings, up
 from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.steps import Steps
 
 ROOT = Path(__file__).parents[2]
 VALUES = {key: f"value of {key}" for key in settings.MANAGED_KEYS}
@@ -132,6 +136,8 @@ def test_data_folders_and_the_secret_are_for_their_owner_only(root: Path) -> Non
     envfile.ensure(root)
     (root / "data" / "cache").mkdir(parents=True, mode=0o755)
     found = settings.load(root, {})
+    if os.geteuid() == 0:
+        os.chown(found.cache_dir, 10001, 10001)
     made = envfile.ensure_secrets(found)
     assert made == [root / "data" / "secrets" / "salt_key"]
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [found.cache_dir, found.secrets_dir, *made]}
@@ -144,6 +150,29 @@ def test_data_folders_and_the_secret_are_for_their_owner_only(root: Path) -> Non
     made[0].write_text("")
     with pytest.raises(KvError, match="empty"):
         envfile.ensure_secrets(found)
+
+
+def test_a_lost_salt_key_is_said_when_the_cache_holds_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up.engine, "ensure", lambda *_: SimpleNamespace(warnings=()))
+    monkeypatch.setattr(up.engine, "rootless", lambda: False)
+    envfile.ensure(root)
+    envfile.set_blank(root, {"KV_DEVICE": "cpu"})
+
+    def prepare() -> str:
+        shown = io.StringIO()
+        up.prepare(root, Steps(Console(file=shown)))
+        return shown.getvalue()
+
+    assert "WARNING" not in prepare(), "nothing is lost on a first run"
+    key = root / "data" / "secrets" / "salt_key"
+    key.unlink()
+    assert "WARNING" not in prepare(), "an empty cache loses nothing"
+    (root / "data" / "cache" / "fs").mkdir()
+    (root / "data" / "cache" / "fs" / "block").touch()
+    key.unlink()
+    said = prepare()
+    assert f"WARNING: {key} is gone" in said and "cache_salt" in said
+    assert key.exists() and "WARNING" not in prepare()
 
 
 @given(st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"])))

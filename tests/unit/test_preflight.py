@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.deploy import checks_disk, checks_net, model, plan, preflight, settings
+from kvstrata.deploy import checks_disk, checks_net, model, plan, preflight, settings, up
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.finding import Finding
 from kvstrata.deploy.host import GIB, Host
@@ -230,6 +230,35 @@ def test_an_incomplete_model_is_found(root: Path) -> None:
 
 def test_pull_without_a_registry_is_found(root: Path) -> None:
     assert any("KV_REGISTRY" in f.found for f in errors(findings(root, KV_IMAGE_SOURCE="pull")))
+
+
+def test_a_ca_bundle_that_is_not_there_is_found(root: Path) -> None:
+    assert any("ca.pem does not exist" in f.found for f in errors(findings(root, KV_CA_BUNDLE="ca.pem")))
+    (root / "ca.pem").touch()
+    assert errors(findings(root, KV_CA_BUNDLE="ca.pem")) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"KV_LAYERS": "nvmee"}, "no layer 'nvmee'"),
+        ({"KV_CACHE_DIR": "/etc/passwd"}, "/etc/passwd is a file"),
+        ({"KV_CA_BUNDLE": "/none.pem"}, "/none.pem does not exist"),
+    ],
+)
+def test_the_plan_refuses_what_up_would_refuse(
+    root: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
+) -> None:
+    shutil.copytree(Path(__file__).parents[2] / "compose", root / "compose")
+    for key, value in {"MODEL_DIR": str(root / "model"), "KV_DEVICE": "cpu"}.items():
+        monkeypatch.setenv(key, value)
+    before = sorted(root.rglob("*"))
+    up.make_plan(root)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(KvError, match=said):
+        up.make_plan(root)
+    assert sorted(root.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

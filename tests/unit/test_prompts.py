@@ -45,9 +45,19 @@ def test_the_nonce_comes_first_and_the_question_last() -> None:
     assert prompt.text.endswith(prompts.QUESTION)
 
 
-def test_two_nonces_share_no_text_before_them_and_all_after() -> None:
+def test_two_nonces_share_no_text_before_them_and_all_but_them_after() -> None:
     one, two = (prompts.build(nonce, words_and_digits) for nonce in ("aaaa1111", "bbbb2222"))
-    assert one.text.removeprefix("aaaa1111") == two.text.removeprefix("bbbb2222")
+    assert one.text.replace("aaaa1111", "bbbb2222") == two.text
+
+
+@pytest.mark.parametrize(("target", "block"), [(3000, 128), (3000, 16), (900, 128), (900, 16), (352, 128)])
+def test_the_answer_stands_in_a_cached_block(target: int, block: int) -> None:
+    """What is asked for must come from the cache: the tokens behind the last whole chunk are computed each time."""
+    prompt = prompts.build(NONCE, words_and_digits, target=target, block_size=block)
+    last = prompt.text.rindex(NONCE) + len(NONCE)
+    assert words_and_digits(prompt.text[:last]) <= prompt.cached
+    assert prompt.tokens - words_and_digits(prompt.text[:last]) < 500, "near enough for a small model"
+    assert prompts.QUESTION.endswith("The watchword of this copy is")
 
 
 def test_the_chapter_that_answers_the_question_is_kept_when_the_text_is_trimmed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import os
@@ -146,7 +147,7 @@ def test_break_even_length(points: list[tuple[int, float, float]], expected: flo
 
 def test_bench_report_is_json_without_infinities_a_table_and_a_plot(tmp_path: Path) -> None:
     ttft = {
-        600: {"cold": Series((1.0, 3.0, 2.0)), "l1": Series((4.0,)), "plain_cold": Series((1.5,))},
+        600: {"cold": Series((1.0, 3.0, 2.0)), "l1": Series((4.0,)), "plain_cold": Series((1.5, 1.4, 1.6))},
         1200: {"cold": Series((4.0,)), "l2": Series((1.0,))},
     }
     report = BenchReport("cpu", "pair", "m", 256, 3, ttft, True, ("a note",), "now", 1.0)
@@ -157,6 +158,18 @@ def test_bench_report_is_json_without_infinities_a_table_and_a_plot(tmp_path: Pa
     assert (first["ttft_s"]["cold"]["median"], first["speed_up"]["l1"], first["connector_cost_s"]) == (2.0, 0.5, 0.5)
     assert data["break_even_tokens"] == {"l0": None, "l1": None, "l2": 0.0}
     report.render(Console(quiet=True))
+
+
+@pytest.mark.parametrize(("samples", "cost"), [((1.0,), None), ((1.0, 1.1), None), ((1.0, 1.1, 1.2), 0.1)])
+def test_bench_gives_no_cost_of_the_connector_that_is_noise(samples: tuple[float, ...], cost: float | None) -> None:
+    plain = Series(tuple(value - 0.1 for value in samples))
+    ttft = {600: {"cold": Series(samples), "plain_cold": plain}}
+    report = BenchReport("cpu", "pair", "m", 256, len(samples), ttft, True, (), "now", 1.0)
+    assert report.to_json()["lengths"][0]["connector_cost_s"] == cost
+    console = Console(record=True, width=200, quiet=False, file=io.StringIO())
+    report.render(console)
+    line = next(row for row in console.export_text().splitlines() if row.startswith("the connector itself"))
+    assert ("ms" in line, "not separable from noise" in line) == (cost is not None, cost is None)
 
 
 _POOL = "/dev/shm/lmcache_l1_pool_kvstrata"

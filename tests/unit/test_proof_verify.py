@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import threading
 import time
@@ -135,6 +136,46 @@ def test_stores_that_never_reach_l2_name_the_phase_and_the_stack_is_left_up(stac
     assert "restart_vllm: stores not finished" in report.all_failures[0]
     assert "restart_both: found: did not run; needed: to run" in report.all_failures
     assert all(entry[0] != "kill" for entry in stack.log)
+
+
+def test_a_wrong_answer_is_not_faster_than_anything(stack: SimStack) -> None:
+    report = verify.prove(_target(stack), before=lambda name: stack.l2.clear() if name == "restart_both" else None)
+    speeds = {phase.name: report.speed_up(phase) for phase in report.phases}
+    assert speeds["restart_both"] is None and speeds["restart_lmcache"] is not None
+    assert not report.worth_it and report.to_json()["worth_it"] is False
+
+
+def test_the_table_fits_a_terminal_of_80_columns_and_has_no_blanks_at_the_ends(stack: SimStack) -> None:
+    report = verify.prove(_target(stack))
+    phases_ = [
+        dataclasses.replace(p, ttft_s=123.456, hit_tokens=130816, expected_hit_tokens=130816) for p in report.phases
+    ]
+    long = dataclasses.replace(report, phases=tuple(phases_), notes=(" note" * 30,), failures=(" found" * 30,))
+    shown = io.StringIO()
+    long.render(Console(file=shown, width=80))
+    lines = shown.getvalue().splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+    rows = [line for line in lines if line.startswith(("│", "┃", "┏", "└"))]
+    assert len(rows) == len(phases_) + 3 and max(map(len, rows)) <= 80
+    assert sum("130816 of 130816" in line for line in lines) == len(phases_)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_one_answer_to_two_prompts_is_noted_as_a_weak_yardstick(
+    stack: SimStack, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    assert not any("weak yardstick" in note for note in verify.prove(_target(stack), live=live).notes)
+    answer = SimStack.complete
+    monkeypatch.setattr(SimStack, "complete", lambda self, body: {**answer(self, body), "text": "the same"})
+    report = verify.prove(_target(stack), live=live)
+    assert report.passed and any("weak yardstick" in note for note in report.notes)
+
+
+def test_progress_says_which_phase_of_how_many() -> None:
+    said: list[str] = []
+    verify.progress(said.append, live=False)("restart_vllm")
+    verify.progress(said.append, live=True)("cold")
+    assert said == ["phase 5 of 7: restart_vllm", "phase 1 of 6: cold"]
 
 
 def test_no_connector_fails_at_once_and_says_so(stack: SimStack) -> None:

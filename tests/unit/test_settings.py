@@ -6,9 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as how
+from hypothesis import strategies as st
 
 from kvstrata.deploy import dotenv, settings
 from kvstrata.deploy.errors import KvError
+from kvstrata.launch import config
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +91,15 @@ def test_the_environment_wins_over_the_file_for_knobs_only(tmp_path: Path) -> No
         ("KV_UID=root", "KV_UID=root", "user or group id"),
         ("KV_WAIT_TIMEOUT=0", "KV_WAIT_TIMEOUT=0", "seconds"),
         ("KV_MQ_TIMEOUT=0", "KV_MQ_TIMEOUT=0", "seconds"),
+        ("KV_MQ_TIMEOUT=1e1", "KV_MQ_TIMEOUT=1e1", "seconds"),
+        ("KV_MQ_TIMEOUT=.5", r"KV_MQ_TIMEOUT=\.5", "seconds"),
+        ("KV_MQ_TIMEOUT=5_0", "KV_MQ_TIMEOUT=5_0", "seconds"),
+        ("KV_MQ_TIMEOUT=\u0665", "KV_MQ_TIMEOUT=\u0665", "seconds"),
+        ("KV_HEARTBEAT=5.", r"KV_HEARTBEAT=5\.", "seconds"),
+        ("KV_PORT=' 18000'", "KV_PORT=' 18000'", "white space"),
+        ("KV_UID='10001 '", "KV_UID='10001 '", "KV_UID=10001"),
+        ("KV_BASE_IMAGE='a b'", "KV_BASE_IMAGE=a b", "image"),
+        ("KV_REGISTRY='a b'", "KV_REGISTRY=a b", "registry"),
         ('KV_VLLM_EXTRA_ARGS="--a \'b"', "KV_VLLM_EXTRA_ARGS", "balanced"),
     ],
 )
@@ -101,6 +114,16 @@ def test_a_wrong_line_is_refused_with_its_place_and_the_way_out(
     assert fix in f"{caught.value.needed} {caught.value.fix}"
     assert caught.value.exit_code == 2
     assert (root / ".env").stat().st_mtime_ns == before
+
+
+@how(deadline=None)
+@given(st.text(alphabet="0123456789.e_+- \u0665\n", max_size=6))
+def test_what_is_taken_here_is_taken_by_the_launcher(text: str) -> None:
+    try:
+        found = settings.load(Path("/nowhere"), {"KV_MQ_TIMEOUT": text})
+    except KvError:
+        return
+    assert config.number({"KV_MQ_TIMEOUT": text}, "KV_MQ_TIMEOUT") == found.mq_timeout
 
 
 def test_a_wrong_exported_value_is_blamed_on_the_environment(tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ Fixed here, all in lmcache 0.5.3 `integration/vllm/vllm_multi_process_adapter.py
 """
 
 import logging
-import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lmcache.integration.vllm import vllm_multi_process_adapter as mpa
 
+from kvstrata.connector.hook import pause_at
 from kvstrata.connector.report import GuardReport
 from kvstrata.connector.server_watch import Heartbeat, chunk_size_from, require_chunk_size, same_chunk_size
 
@@ -27,18 +27,7 @@ __all__ = ["GuardedSchedulerAdapter", "GuardedWorkerAdapter", "guarded_adapters"
 logger = logging.getLogger("vllm.kvstrata.guard")
 
 _LOOKUP_DEADLINE_S = 20.0  # a prefetch has no time-out in LMCache; a hung disk must not hold a request for ever
-_HOOK_FOLDER = "KVSTRATA_TEST_HOOK_DIR"
-
-
-def _pause_at(point: str) -> None:
-    """Test hook, dormant unless its folder is set: say `<point>.reached`, wait for `<point>.go` (30 s at most)."""
-    folder = os.environ.get(_HOOK_FOLDER)
-    if not folder or not (Path(folder) / f"{point}.armed").exists():
-        return
-    (Path(folder) / f"{point}.reached").touch()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not (Path(folder) / f"{point}.go").exists():
-        time.sleep(0.02)
+_UNSAID = 4096  # ended requests that a server is told of when it is back; it forgets their locks by itself anyway
 
 
 class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[misc]
@@ -48,6 +37,7 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
         self._expected_chunk_size = int(extra_config["kvstrata.chunk_size"])
         self._report = report
         self._lookup_started: dict[str, float] = {}
+        self._unsaid: deque[str] = deque(maxlen=_UNSAID)
         timeout = float(extra_config.get("lmcache.mp.mq_timeout", 5))
         with chunk_size_from(self._expected_chunk_size, timeout) as absent:
             super().__init__(*args, extra_config=extra_config, **kwargs)
@@ -71,13 +61,25 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
                     mq_client=client,
                     health_event=self._health_events[url],
                     interval=self._heartbeat_interval,
-                    on_change=lambda: self._report.update(healthy=self.is_healthy),
+                    on_change=self._after_beat,
                 )
                 heartbeat.register_recover_callback(
                     partial(same_chunk_size, client, self._mq_timeout, self._expected_chunk_size)
                 )
                 heartbeat.start()
                 self._heartbeats[url] = heartbeat
+
+    def _after_beat(self) -> None:
+        self._report.update(healthy=self.is_healthy)
+        while self._unsaid and self.is_healthy:
+            super().end_session(self._unsaid.popleft())
+
+    def end_session(self, request_id: str) -> None:
+        """The server frees then what the request still has locked (`lock_ledger`); upstream forgets it while away."""
+        if self.is_healthy:
+            super().end_session(request_id)
+        else:
+            self._unsaid.append(request_id)
 
     def maybe_submit_lookup_request(self, request_id: str, token_ids: list[int], cache_salt: str = "") -> None:
         try:
@@ -196,7 +198,7 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
 
     def submit_store_request(self, request_id: str, op: Any, event: Any, cache_salt: str = "") -> None:
         try:
-            _pause_at("before_store")
+            pause_at("before_store")
             if not self.is_healthy:
                 return
             with self._moving:
@@ -209,7 +211,7 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
 
     def submit_retrieve_request(self, request_id: str, op: Any, event: Any, cache_salt: str = "") -> None:
         try:
-            _pause_at("before_retrieve")
+            pause_at("before_retrieve")
             if not self.is_healthy:
                 raise ConnectionError("lmcache is not in use")
             with self._moving:

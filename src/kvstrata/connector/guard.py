@@ -61,6 +61,16 @@ def _computed_tokens(scheduler_output: Any) -> dict[str, int]:
     return {request_id: count + scheduled.get(request_id, 0) for request_id, count in before.items()}
 
 
+def _count_local_hits(params: dict[str, Any] | None, local: int) -> None:
+    """Put vLLM's own hits into a request's statistics: where LMCache finds nothing, or is away, it leaves them at 0
+    (lmcache 0.5.3 lmcache_mp_connector.py:1077)."""
+    stats = (params or {}).get("cached_token_stats")
+    if stats:
+        found = max(local, stats["num_vllm_cached_tokens"])
+        extra = max(0, stats["num_lmcache_cached_tokens"] - found)
+        stats.update(num_vllm_cached_tokens=found, num_lmcache_extra_cached_tokens=extra)
+
+
 class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
     """See the module. Scheduler-side state: `_loading` (loads under way), `_failed` (loads that failed),
     `_unfreed` (ended requests whose blocks vLLM still holds for us), `_draining` (those of them that were loading)."""
@@ -129,6 +139,8 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
 
     def _matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tracker = self._get_or_create_request_tracker(request)
+        if not hasattr(tracker, "kvstrata_local"):
+            tracker.kvstrata_local = num_computed_tokens
         if request.request_id in self._failed:
             # A load of this request failed: computed locally now. A second one would wait for a load that nobody makes.
             self._failed[request.request_id] = num_computed_tokens
@@ -232,4 +244,5 @@ class KvstrataConnector(mpc.LMCacheMPConnector):  # type: ignore[misc]
         if tracker.state == _State.PREFETCHING:
             self.scheduler_adapter.abandon_lookup(request_id, tracker.get_token_ids(), tracker.cache_salt)
         delayed, params = super().request_finished(request, block_ids)
+        _count_local_hits(params, getattr(tracker, "kvstrata_local", 0))
         return delayed, params

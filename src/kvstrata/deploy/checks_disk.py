@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.deploy.finding import Finding
+from kvstrata.deploy.folders import owner_problem
 from kvstrata.deploy.host import GIB, existing_parent
 from kvstrata.deploy.model import ModelInfo
 from kvstrata.deploy.settings import Settings
@@ -76,7 +77,7 @@ def space_findings(needs: list[Need]) -> list[Finding]:
 def folder_findings(settings: Settings, model: ModelInfo) -> list[Finding]:
     """Folders that the services or the CLI cannot write, or cannot read, and file systems that do not suit a cache."""
     result = []
-    folders = {"KV_DATA_DIR": settings.data_dir, "KV_CACHE_DIR": settings.cache_dir}
+    folders = {"KV_DATA_DIR": settings.data_dir} | ({"KV_CACHE_DIR": settings.cache_dir} if settings.persist else {})
     for knob, folder in folders.items():
         if problem := _not_writable(folder):
             fix = f"chown it, or set {knob} in .env to another"
@@ -104,20 +105,8 @@ def _not_writable(folder: Path) -> str:
 
 def _owner(settings: Settings) -> list[Finding]:
     """An existing cache folder belongs to the user id that the services run under: it is 0700."""
-    folder = settings.cache_dir
-    if settings.uid is None or not folder.is_dir():
-        return []
-    owner = folder.stat().st_uid
-    if owner == settings.uid or settings.uid == 0:
-        return []
-    return [
-        Finding(
-            "folder", "error", f"{folder} belongs to uid {owner}",
-            f"uid {settings.uid} (KV_UID): the services write there",
-            f"KV_CACHE_DIR={folder / 'kvstrata'} in .env; or, if it is this cache's own folder: "
-            f"sudo chown -R {settings.uid}:{settings.gid} {folder}",
-        )
-    ]  # fmt: skip
+    found = owner_problem(settings.cache_dir, settings, "KV_CACHE_DIR")
+    return [Finding("folder", "error", *found)] if found else []
 
 
 def _readable(settings: Settings, model: ModelInfo) -> list[Finding]:

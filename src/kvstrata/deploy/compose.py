@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ from kvstrata.deploy import causes
 from kvstrata.deploy.compose_ps import ServiceState, parse_ps
 from kvstrata.deploy.errors import CommandFailed, KvError
 from kvstrata.deploy.settings import MANAGED_KEYS, Settings
+from kvstrata.deploy.shell import INTERRUPTED
 
 __all__ = ["Compose", "ServiceState", "StackFailed", "parse_ps"]
 
 FAILED_MARK = "kvstrata failed:"
 LOG_LINES = 30
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _POLL_S = 2.0  # each look costs two processes, on a machine that is busy loading a model
 
 
@@ -77,6 +80,8 @@ class Compose:
                 raise
             output.seek(0)
             text = output.read()
+        if process.returncode in INTERRUPTED:  # a Ctrl-C that reached compose alone
+            raise KeyboardInterrupt
         # Compose 2.26 ends with 0 when the wait timed out, so its word alone does not count.
         if process.returncode != 0 or not all(state.ok for state in self._states()):
             raise self._why(text)
@@ -111,13 +116,30 @@ class Compose:
         """Log text, oldest first; of one service without its name before each line."""
         prefix = ["--no-log-prefix", service] if service else []
         text = self._compose("logs", "--no-color", *_tail(tail), *prefix).stdout
-        return text.replace("\x1b[2K", "")  # Compose before 5 clears the line even where there is no terminal
+        return _ESCAPES.sub("", text)  # Compose before 5 clears the line even where there is no terminal
 
     def show_logs(self, service: str = "", tail: int | None = None, follow: bool = False) -> None:
-        """Logs straight to the terminal; with `follow` until Ctrl-C."""
+        """Logs straight to the terminal, or as plain text to a file or pipe; with `follow` until Ctrl-C."""
         args = ["logs", *_tail(tail), *(["--follow"] if follow else []), *([service] if service else [])]
         with contextlib.suppress(KeyboardInterrupt):
-            subprocess.run([*self._command, *args], cwd=self._root, env=self._env(), check=False)
+            if sys.stdout.isatty():
+                subprocess.run([*self._command, *args], cwd=self._root, env=self._env(), check=False)
+            else:
+                self._plain_logs([*self._command, *args, "--no-color"])
+
+    def _plain_logs(self, argv: list[str]) -> None:
+        """Without the services' own colours, and without the line clearing that Compose before 5 does everywhere."""
+        with subprocess.Popen(
+            argv, cwd=self._root, env=self._env(), stdout=subprocess.PIPE, text=True, errors="replace"
+        ) as child:
+            assert child.stdout is not None
+            try:
+                for line in child.stdout:
+                    sys.stdout.write(_ESCAPES.sub("", line))
+                    sys.stdout.flush()
+            except BrokenPipeError:  # `make logs | head`
+                child.terminate()
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def kill(self, service: str, restart: bool = True) -> None:
         """SIGKILL the service's container and start it again (docker's restart policy does not undo a kill).

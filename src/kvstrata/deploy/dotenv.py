@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvstrata.deploy.errors import KvError
 
-__all__ = ["BEGIN", "END", "Entry", "parse", "parse_text", "quote"]
+__all__ = ["BEGIN", "END", "Entry", "parse", "parse_text", "quote", "read"]
 
 BEGIN = "# >>> kvstrata: written by the CLI, changes below are lost >>>"
 END = "# <<< kvstrata <<<"
@@ -36,7 +36,29 @@ class Entry:
 
 def parse(path: Path, environ: Mapping[str, str]) -> list[Entry]:
     """Entries of the file, in order. `environ` feeds $NAME. KvError with file:line for a line compose would refuse."""
-    return parse_text(path.read_text(encoding="utf-8"), str(path), environ)
+    return parse_text(read(path), str(path), environ)
+
+
+def read(path: Path) -> str:
+    """The text of a dotenv file, without a byte order mark. KvError when it cannot be read or is not UTF-8."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise KvError(f"{path} cannot be read ({error.strerror})", "a file that you can read",
+                      f"ls -l {path}; run it as its owner") from None  # fmt: skip
+    if b"\0" in raw:
+        raise KvError(f"{path} is no UTF-8 (NUL bytes, as in UTF-16)", "UTF-8", _recode(path, "UTF-16"))
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        found = f"{path}:{line}: byte {raw[error.start]:#04x}, which is no UTF-8"
+        raise KvError(found, "UTF-8", _recode(path, "LATIN1")) from None
+    return text.replace("\r\n", "\n")
+
+
+def _recode(path: Path, from_: str) -> str:
+    return f"save it as UTF-8 in the editor, or: iconv -f {from_} -t UTF-8 {path} -o {path}.new && mv {path}.new {path}"
 
 
 def parse_text(text: str, name: str, environ: Mapping[str, str]) -> list[Entry]:

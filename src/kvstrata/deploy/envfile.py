@@ -9,11 +9,20 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstrata.deploy import dotenv
+from kvstrata.deploy import dotenv, folders
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS, Settings
 
-__all__ = ["ensure", "ensure_data", "ensure_secrets", "set_blank", "set_value", "write_managed"]
+__all__ = [
+    "check_data",
+    "ensure",
+    "ensure_data",
+    "ensure_secrets",
+    "lost_salt_key",
+    "set_blank",
+    "set_value",
+    "write_managed",
+]
 
 #: Owner of the data when root runs the CLI: containers never run as root (facts: 0600 files need the same id).
 SERVICE_ID = 10001
@@ -54,7 +63,7 @@ def _set(root: Path, key: str, value: str, keep: bool) -> bool:
     if key not in USER_KEYS:
         raise KvError(f"a write of {key} to .env", "a knob of .env.example", "this is a bug in kvstrata: report it")
     path = root / ".env"
-    text = path.read_text(encoding="utf-8")
+    text = dotenv.read(path)
     lines = text.split("\n")
     entries = [e for e in dotenv.parse_text(text, str(path), os.environ) if e.key == key and not e.managed]
     line = f"{key}={dotenv.quote(value)}"
@@ -81,7 +90,7 @@ def write_managed(root: Path, values: Mapping[str, str]) -> bool:
         raise KvError(f"managed settings: missing {sorted(missing)}, unknown {sorted(extra)}", "exactly MANAGED_KEYS",
                       "this is a bug in kvstrata: report it")  # fmt: skip
     path = root / ".env"
-    text = path.read_text(encoding="utf-8")
+    text = dotenv.read(path)
     block = "".join(f"{key}={dotenv.quote(values[key])}\n" for key in MANAGED_KEYS)
     old = rf"\n*^{re.escape(dotenv.BEGIN)}$.*?(?:^{re.escape(dotenv.END)}$\n?|\Z)"
     begin, end = (re.search(rf"^{re.escape(mark)}$", text, re.M) for mark in (dotenv.BEGIN, dotenv.END))
@@ -97,28 +106,58 @@ def write_managed(root: Path, values: Mapping[str, str]) -> bool:
     return True
 
 
-def ensure_data(settings: Settings) -> None:
-    """Make the data folders, 0700 for cache and secrets, owned by KV_UID:KV_GID.
+def check_data(settings: Settings) -> None:
+    """Can the data folders be what they have to be? Changes nothing.
 
-    Raises KvError for an existing cache or secrets folder that others may enter and that is not ours: closing it could
-    take a disk away from its users (R16 wants it closed; a folder below it can be).
+    Raises KvError for what is no folder, a system folder, or a cache or secrets folder that is not ours: closing it
+    could take a disk away from its users (R16 wants it closed; a folder below it can be).
     """
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    private = {settings.cache_dir: "KV_CACHE_DIR", settings.secrets_dir: "KV_DATA_DIR"}
-    for folder in (*private, settings.models_dir, settings.state_dir, settings.reports_dir):
+    private = _private(settings)
+    folders.check("KV_DATA_DIR", settings.data_dir, settings, private=False)
+    for folder, knob in {**private, **dict.fromkeys(_open(settings), "KV_DATA_DIR")}.items():
+        folders.check(knob, folder, settings, private=folder in private)
+    for folder, knob in private.items():
+        mode = folder.stat().st_mode & 0o777 if folder.exists() else 0o700
+        if mode != 0o700 and not _ours(folder):
+            fix = f"{knob}={folder / 'kvstrata'} in .env"
+            if not folders.is_shared(folder):
+                fix += f"; or, if nobody else needs it: chmod 700 {folder}"
+            raise KvError(
+                f"{folder} exists, holds other files and is open to others (mode {mode:o})",
+                "a folder that only the services enter (0700)",
+                fix,
+            )
+
+
+def ensure_data(settings: Settings) -> None:
+    """Make the data folders, 0700 for cache and secrets, owned by KV_UID:KV_GID. KvError as `check_data` says."""
+    check_data(settings)
+    private = _private(settings)
+    for folder in (settings.data_dir, *private, *_open(settings)):
         created = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        if created:
-            _own(folder, settings)
-        if folder in private and folder.stat().st_mode & 0o777 != 0o700:
-            if not created and not _ours(folder):
-                mode = folder.stat().st_mode & 0o777
-                raise KvError(
-                    f"{folder} exists, holds other files and is open to others (mode {mode:o})",
-                    "a folder that only the services enter (0700)",
-                    f"{private[folder]}={folder / 'kvstrata'} in .env; or, if nobody else needs it: chmod 700 {folder}",
-                )
-            folder.chmod(0o700)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if created and folder != settings.data_dir:
+                _own(folder, settings)
+            if folder in private and folder.stat().st_mode & 0o777 != 0o700:
+                folder.chmod(0o700)
+        except OSError as error:
+            knob = private.get(folder, "KV_DATA_DIR")
+            raise KvError(
+                f"{knob}: {folder} cannot be made, or closed to others ({error.strerror})",
+                "a place where you can make folders",
+                f"set {knob} in .env to another folder",
+            ) from None
+
+
+def _private(settings: Settings) -> dict[Path, str]:
+    """Folders that only the services enter, with the knob that leads to them. Plain vLLM has no cache folder."""
+    cache = {settings.cache_dir: "KV_CACHE_DIR"} if settings.persist else {}
+    return {**cache, settings.secrets_dir: "KV_DATA_DIR"}
+
+
+def _open(settings: Settings) -> tuple[Path, ...]:
+    return settings.models_dir, settings.state_dir, settings.reports_dir
 
 
 def _ours(folder: Path) -> bool:
@@ -140,6 +179,18 @@ def ensure_secrets(settings: Settings) -> list[Path]:
     _replace(path, secrets.token_hex(32) + "\n", mode=0o600)
     _own(path, settings)
     return [path]
+
+
+def lost_salt_key(settings: Settings) -> str:
+    """What to say when the key is gone although the cache holds blocks, else "". Ask before `ensure_secrets`."""
+    key = settings.secrets_dir / "salt_key"
+    if key.exists() or not any(path.is_file() for path in settings.cache_dir.rglob("*")):
+        return ""
+    return (
+        f"{key} is gone, and {settings.cache_dir} holds blocks: a new key is made. Blocks of requests with a "
+        "cache_salt or a LoRA adapter will never be found again. If you have a copy of the old key, put it back, then "
+        "`make up`"
+    )
 
 
 def _end_of_user_part(lines: list[str]) -> int:

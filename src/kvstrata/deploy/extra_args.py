@@ -6,18 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstrata.deploy.errors import KvError
+from kvstrata.launch.owned_args import owned
 
 __all__ = ["ExtraArgs"]
 
-_REFUSED = {
-    "--kv-transfer-config": "the launcher writes it; KV_PERSIST=0 is the switch for no connector",
-    "--served-model-name": "the served name is the model's short name: KV_MODEL, or the folder's name",
-    "--host": "vLLM listens inside its container; only 127.0.0.1 of this machine reaches it",
-    "--port": "set KV_PORT",
-    "--model": "set MODEL_DIR or KV_MODEL",
-    "--config": "write the arguments themselves: what stands in a file cannot be checked",
-    "--api-key": "the API listens on 127.0.0.1 only and the proof has no key; put a gateway with keys before it",
-}
 #: vLLM takes these short forms too.
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
 
@@ -31,6 +23,8 @@ class ExtraArgs:
     @staticmethod
     def parse(args: tuple[str, ...]) -> ExtraArgs:
         """Raises KvError for a flag that another knob owns."""
+        if found := owned(args):
+            raise KvError(f"KV_VLLM_EXTRA_ARGS has {found[0]}", "no such argument there", found[1])
         values: dict[str, str] = {}
         name = ""
         for arg in args:
@@ -41,9 +35,6 @@ class ExtraArgs:
                 values[name] = value
             elif name:
                 values[name] = f"{values[name]} {arg}".strip()
-        for name in values:
-            if name in _REFUSED:
-                raise KvError(f"KV_VLLM_EXTRA_ARGS has {name}", "no such flag there", _REFUSED[name])
         return ExtraArgs(values)
 
     def value(self, name: str) -> str | None:

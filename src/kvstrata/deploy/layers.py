@@ -26,6 +26,7 @@ __all__ = [
     "load",
     "plain",
     "resolve",
+    "runs_plain",
     "selectable",
 ]
 
@@ -97,6 +98,12 @@ def resolve(settings: Settings) -> list[Path]:
 def plain(settings: Settings) -> list[Path]:
     """The files of plain vLLM on this device, whatever KV_PERSIST says: what a rollback runs."""
     return resolve(dataclasses.replace(settings, persist=False))
+
+
+def runs_plain(settings: Settings) -> bool:
+    """Plain vLLM is what was started last, whatever KV_PERSIST says: `rollback` changes no knob."""
+    names = [Path(name).stem for name in settings.managed.get("COMPOSE_FILE", "").split(":") if name]
+    return bool(names) and CACHE not in names
 
 
 def check(files: Iterable[Path]) -> list[Layer]:

@@ -8,6 +8,7 @@ writable.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterable
 
 from kvstrata.deploy import lock, model_files
@@ -22,7 +23,7 @@ from kvstrata.deploy.plan import Plan
 from kvstrata.deploy.settings import Settings
 from kvstrata.deploy.shell import run as run_command
 
-__all__ = ["Finding", "check_all", "early", "run"]
+__all__ = ["Finding", "check_all", "early", "knobs", "run"]
 
 Say = Callable[[str], None]
 #: Minimum for anything at all: vLLM and lmcache on their own, and the smallest KV space and L1.
@@ -42,6 +43,11 @@ def run(settings: Settings, model: ModelInfo, plan: Plan, ours: Collection[int],
     findings = check_all(settings, model, plan, ours, Host.read())
     _report([finding for finding in findings if finding.level == "error"], say)
     return findings
+
+
+def knobs(settings: Settings) -> None:
+    """The checks that need nothing but .env, for `plan`. Raises KvError; its warnings are `early`'s to say."""
+    _report([finding for finding in _sane(settings) if finding.level == "error"], lambda _text: None)
 
 
 def check_all(
@@ -147,6 +153,14 @@ def _sane(settings: Settings) -> list[Finding]:
                 f"KV_HEARTBEAT={settings.heartbeat:g} is longer than KV_MQ_TIMEOUT={settings.mq_timeout:g}",
                 "KV_HEARTBEAT <= KV_MQ_TIMEOUT",
                 "a dead lmcache is seen by a request before the heartbeat sees it: lower KV_HEARTBEAT in .env",
+            )
+        )  # fmt: skip
+    if settings.ca_bundle is not None and not os.access(settings.ca_bundle, os.R_OK):
+        what = "cannot be read" if settings.ca_bundle.exists() else "does not exist"
+        result.append(
+            Finding(
+                "settings", "error", f"KV_CA_BUNDLE={settings.ca_bundle} {what}", "a PEM file that you can read",
+                "mend KV_CA_BUNDLE in .env, or leave it blank",
             )
         )  # fmt: skip
     if settings.image_source == "pull" and not settings.registry:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from kvstrata.deploy import dotenv
 from kvstrata.deploy.errors import KvError
+from kvstrata.launch.config import NUMBER
 
 __all__ = ["ENV_VERSION", "MANAGED_KEYS", "RENAMED", "USER_KEYS", "Settings", "load"]
 
@@ -137,7 +138,7 @@ def load(root: Path, environ: Mapping[str, str] | None = None) -> Settings:
     """
     env = os.environ if environ is None else environ
     path = root / ".env"
-    entries = dotenv.parse(path, env) if path.is_file() else []
+    entries = dotenv.parse(path, env) if path.exists() else []
     where = _check_keys(path, entries)
     values = dict(USER_KEYS)
     values.update({e.key: e.value for e in entries if not e.managed})
@@ -180,7 +181,18 @@ class _Reader:
         self._values, self._where = values, where
 
     def text(self, key: str) -> str:
-        return self._values[key].strip()
+        value = self._values[key]
+        if value != value.strip():
+            at = self._where.get(key, key)
+            raise KvError(f"{at}: {key}={value!r}", "no white space at its ends: docker compose hands it on as it is",
+                          f"{key}={dotenv.quote(value.strip())}")  # fmt: skip
+        return value
+
+    def matching(self, key: str, pattern: str, needed: str) -> str:
+        value = self.text(key)
+        if not re.fullmatch(pattern, value):
+            raise self.bad(key, needed)
+        return value
 
     def bad(self, key: str, needed: str, fix: str = "") -> KvError:
         at = self._where.get(key, f"{key} (default)")
@@ -193,7 +205,7 @@ class _Reader:
             raise self.bad(key, needed) from None
 
     def number(self, key: str, low: float, high: float, needed: str) -> float:
-        value = self.parsed(key, float, needed)
+        value = self.parsed(key, _decimal, needed)
         if not low <= value <= high:  # also false for nan
             raise self.bad(key, needed)
         return value
@@ -228,6 +240,13 @@ def _digits(text: str) -> int:
     return int(text)
 
 
+def _decimal(text: str) -> float:
+    """float() also takes "1e1", ".5" and other alphabets' digits, at which the launcher in the container would stop."""
+    if not NUMBER.fullmatch(text):
+        raise ValueError(text)
+    return float(text)
+
+
 def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
     if r.text("KV_ENV_VERSION") != str(ENV_VERSION):
         raise r.bad("KV_ENV_VERSION", str(ENV_VERSION),
@@ -239,6 +258,7 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
     if port == metrics_port:
         raise r.bad("KV_METRICS_PORT", f"another port than KV_PORT={port}", "change one of the two in .env")
     data_dir = _path(root, r.text("KV_DATA_DIR") or USER_KEYS["KV_DATA_DIR"])
+    image = r"([A-Za-z0-9][A-Za-z0-9._/:@-]*)?"
     ids = "a user or group id from 0 to 2147483647, or blank"
     return Settings(
         root=root,
@@ -247,7 +267,7 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         layers=tuple(name for name in re.split(r"[,\s]+", r.text("KV_LAYERS")) if name),
         device=r.choice("KV_DEVICE", DEVICES, blank=True),
         image_source=r.choice("KV_IMAGE_SOURCE", IMAGE_SOURCES, blank=True),
-        registry=r.text("KV_REGISTRY").rstrip("/"),
+        registry=r.matching("KV_REGISTRY", image, "a registry and path without spaces, or blank").rstrip("/"),
         install_engine=r.flag("KV_INSTALL_ENGINE"),
         model=r.text("KV_MODEL"),
         model_dir=_path(root, r.text("MODEL_DIR")) if r.text("MODEL_DIR") else None,
@@ -278,7 +298,7 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         transfer_mode=r.choice("KV_TRANSFER_MODE", TRANSFER_MODES, blank=False),
         mq_timeout=r.number("KV_MQ_TIMEOUT", 0.1, 300, "a number of seconds from 0.1 to 300"),
         heartbeat=r.number("KV_HEARTBEAT", 0.5, 30, "a number of seconds from 0.5 to 30"),
-        base_image=r.text("KV_BASE_IMAGE"),
+        base_image=r.matching("KV_BASE_IMAGE", image, "the name of an image, or blank"),
         ca_bundle=_path(root, r.text("KV_CA_BUNDLE")) if r.text("KV_CA_BUNDLE") else None,
         managed=managed,
     )
@@ -286,4 +306,8 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
 
 def _path(root: Path, text: str) -> Path:
     """Absolute, `..` folded, links kept; a relative one starts at the checkout, wherever the caller stands."""
-    return Path(os.path.normpath(root / Path(text).expanduser()))
+    try:
+        return Path(os.path.normpath(root / Path(text).expanduser()))
+    except RuntimeError:
+        raise KvError(f"the path {text} in .env names a home that does not exist", "a path of this machine",
+                      "write the whole path, from / on") from None  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,10 @@ from subprocess import CompletedProcess
 
 from kvstrata.deploy.errors import CommandFailed, KvError
 
-__all__ = ["run", "run_lines"]
+__all__ = ["INTERRUPTED", "run", "run_lines"]
+
+#: How a child ends after a Ctrl-C: by the signal itself, or with the code that shells give it.
+INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)
 
 
 def _missing(argv: Sequence[str]) -> KvError:
@@ -62,7 +66,8 @@ def run_lines(
 ) -> str:
     """Run `argv`, hand each line of its merged output to `on_line` as it comes, return the whole output.
 
-    Raises as `run` with check=True does; after `timeout` seconds the child is killed.
+    Raises as `run` with check=True does, and KeyboardInterrupt when a Ctrl-C reached the child
+    alone; after `timeout` seconds the child is killed.
     """
     full = {**os.environ, **env} if env is not None else None
     args = list(argv)
@@ -88,6 +93,8 @@ def run_lines(
         if not timer.is_alive():
             raise CommandFailed(args, 124, f"{output}\nno end after {timeout} s")
         timer.cancel()
+    if code in INTERRUPTED:
+        raise KeyboardInterrupt
     if code != 0:
         raise CommandFailed(args, code, output)
     return output

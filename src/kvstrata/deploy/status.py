@@ -9,13 +9,14 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvstrata.deploy import layers, turn
 from kvstrata.deploy.compose import Compose, ServiceState
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
@@ -36,6 +37,10 @@ class Status:
     """One look at the stack. `problems` are what makes `ok` false, as found / needed sentences."""
 
     persist: bool
+    plain: bool
+    """Plain vLLM was started last: KV_PERSIST=0, or a rollback, which changes no knob."""
+    busy: str
+    """The command that is changing the stack now, or ""."""
     device: str
     layers: tuple[str, ...]
     pair: str
@@ -56,6 +61,8 @@ class Status:
         return {
             "ok": self.ok,
             "persist": self.persist,
+            "plain": self.plain,
+            "busy": self.busy,
             "device": self.device,
             "layers": list(self.layers),
             "pair": self.pair,
@@ -104,7 +111,7 @@ def collect(settings: Settings, root: Path) -> Status:
     services = tuple(compose.ps()) if settings.managed.get("COMPOSE_FILE") else ()
     running = {service.service for service in services if service.state == "running"}
     problems = [
-        f"{s.service}: found: {s.state}{f', {s.health}' if s.health else ''}; needed: running and healthy"
+        f"{s.service}: found: {s.state}{f', {s.health}' if s.health else ''}; needed: running and healthy{_hint(s)}"
         for s in services
         if not s.ok
     ]
@@ -114,13 +121,17 @@ def collect(settings: Settings, root: Path) -> Status:
     server, lm_samples = _lmcache(settings) if "lmcache" in running else (None, Samples(()))
     version, v_samples = _vllm(settings) if "vllm" in running else ("", Samples(()))
     guard, transfer = GuardFacts({}), Transfer("none", "no lmcache runs")
-    if settings.persist and "vllm" in running:
+    starting = [s.service for s in services if s.health == "starting"]
+    if not layers.runs_plain(settings) and "vllm" in running:
         guard = read_guard(stack)
         seen = [look_inside(stack, name) if name in running else None for name in ("vllm", "lmcache")]
         log = compose.logs("lmcache", tail=_LOG_LINES) if "lmcache" in running else ""
         transfer = transfer_of(seen[0], seen[1], server, log)
-        problems += guard_problems(guard, server or {}, settings.chunk_size, settings.managed.get("KV_IDENTITY", ""))
-        problems += _transfer_problems(settings, transfer)
+        # Who is starting has not registered yet: that is no fault, and `starting` is among the problems already.
+        if not {"vllm", "lmcache"} & set(starting):
+            identity = settings.managed.get("KV_IDENTITY", "")
+            problems += guard_problems(guard, server or {}, settings.chunk_size, identity)
+            problems += _transfer_problems(settings, transfer)
         if "nvidia-lmcache" in settings.managed.get("COMPOSE_FILE", "") and seen[0] and seen[1]:
             problems += _namespace_problems(seen[0].namespaces, seen[1].namespaces)
     cache = folder_bytes(settings.cache_dir)
@@ -129,6 +140,8 @@ def collect(settings: Settings, root: Path) -> Status:
         problems.append(f"L2: found: the disk of {settings.cache_dir} does not answer; needed: reads that end (dmesg)")
     return Status(
         persist=settings.persist,
+        plain=layers.runs_plain(settings),
+        busy=turn.holder(root),
         device=settings.device,
         layers=_layers(settings),
         pair=guard.pair or (f"vllm {version}" if version else ""),
@@ -148,7 +161,7 @@ def collect(settings: Settings, root: Path) -> Status:
 
 
 def last_proof(reports: Path) -> dict[str, Any] | None:
-    """Verdict of the newest report that `verify` wrote (data/reports/verify-*.json), with its age in seconds."""
+    """Verdict of the newest report that `verify` wrote (data/reports/verify-*.json); its age is that of its end."""
     try:
         newest = max(reports.glob("verify-*.json"), key=lambda path: path.stat().st_mtime)
         report = json.loads(newest.read_text(encoding="utf-8"))
@@ -156,7 +169,8 @@ def last_proof(reports: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     keys = ("passed", "worth_it", "live", "started_at", "failures")
-    return {"file": str(newest), "age_s": round(age), **{key: report.get(key) for key in keys}}
+    ended = datetime.fromtimestamp(time.time() - age, UTC).isoformat(timespec="seconds")
+    return {"file": str(newest), "age_s": round(age), "ended_at": ended, **{key: report.get(key) for key in keys}}
 
 
 def render(state: Status, console: Console) -> None:
@@ -177,7 +191,6 @@ def render(state: Status, console: Console) -> None:
 
 def _lines(state: Status) -> list[tuple[str, str]]:
     tiers, transfer, proof = state.tiers, state.transfer, state.proof
-    guard = state.guard.value("class") or ("not loaded" if state.persist else "not wanted (KV_PERSIST=0)")
     moved = transfer.evidence
     if transfer.retrieve_s is not None:
         moved += f"; last retrieve: {transfer.retrieved_tokens} tokens in {transfer.retrieve_s * 1000:.0f} ms"
@@ -186,7 +199,7 @@ def _lines(state: Status) -> list[tuple[str, str]]:
     lines = [
         ("stack", f"{state.pair or 'pair unknown'}, device {state.device or 'undecided'}, layers {layers}"),
         ("model", state.model or "-"),
-        ("guard", guard),
+        ("guard", _guard_words(state)),
         ("transfer", f"{transfer.mode} ({moved})"),
         ("L0", f"hit rate {_percent(tiers.l0_hit_rate)} since vLLM started"),
         ("L1", f"{size(tiers.l1_used)} of {size(tiers.l1_total)}, {blocks} blocks"),
@@ -194,12 +207,17 @@ def _lines(state: Status) -> list[tuple[str, str]]:
         ("lookups", f"hit rate {_percent(tiers.lookup_hit_rate)} since lmcache started (tokens, L1 and L2 together)"),
         ("disk", ", ".join(f"{name} {size(used)}" for name, used in state.disk.items())),
     ]
+    if state.plain:
+        lines = [line for line in lines if line[0] not in ("transfer", "L1", "L2", "lookups")]
+    if state.busy:
+        lines.append(("busy", f"{state.busy} is at work: what is seen here may change"))
     if proof is None:
         return [*lines, ("proof", "none yet (make verify)")]
     verdict = "passed" if proof["passed"] else "FAILED"
-    worth = ", worth it" if proof["worth_it"] else ", not faster everywhere"
+    worth = ", worth it" if proof["worth_it"] else ", not faster everywhere" if proof["passed"] else ""
     kind = " (live)" if proof["live"] else ""
-    return [*lines, ("proof", f"{verdict}{worth}{kind}, {_when(str(proof['started_at']))}: {proof['file']}")]
+    began = _when(str(proof["started_at"]))
+    return [*lines, ("proof", f"{verdict}{worth}{kind}, {began} to {_when(proof['ended_at'])}: {proof['file']}")]
 
 
 def _lmcache(settings: Settings) -> tuple[dict[str, Any] | None, Samples]:
@@ -236,6 +254,20 @@ def _namespace_problems(vllm: Mapping[str, str], lmcache: Mapping[str, str]) -> 
         for name in ("ipc", "pid")
         if vllm[name] != lmcache[name]
     ]
+
+
+def _hint(service: ServiceState) -> str:
+    return " (it is starting: wait; make logs shows how far it is)" if service.health == "starting" else ""
+
+
+def _guard_words(state: Status) -> str:
+    """What stands between vLLM and LMCache, and what `make up` would make of it."""
+    if state.plain and state.persist:
+        return "none: plain vLLM (rollback); `make up` brings the cache back"
+    if state.plain:
+        return "none: plain vLLM (KV_PERSIST=0); KV_PERSIST=1 in .env and `make up` bring the cache back"
+    found = str(state.guard.value("class") or "not loaded")
+    return found if state.persist else f"{found} (KV_PERSIST=0 is set: `make up` takes it out)"
 
 
 def _layers(settings: Settings) -> tuple[str, ...]:

@@ -64,8 +64,9 @@ class Steps:
     def _timed(self, step: Step) -> Iterator[Step]:
         try:
             yield step
-        except BaseException:
-            self._line(step, "[red]✗[/red]", step.result or "failed")
+        except BaseException as error:
+            said = "interrupted" if isinstance(error, KeyboardInterrupt) else step.result or "failed"
+            self._line(step, "[red]✗[/red]", said)
             raise
         self._line(step, "[green]✓[/green]", step.result)
 

@@ -25,9 +25,18 @@ __all__ = ["make_plan", "prepare", "rollback", "up"]
 _PROVED = "proved.json"
 
 
-def prepare(root: Path, steps: Steps) -> Settings:
-    """Engine, .env, secrets and device: what every verb that touches docker needs. Returns the settings after it."""
-    current = settings.load(root)  # a bad .env is refused before anything is installed
+def prepare(root: Path, steps: Steps, *, plain: bool = False) -> Settings:
+    """Engine, .env, secrets and device: what every verb that touches docker needs. Returns the settings after it.
+
+    plain: with KV_PERSIST=0, whatever .env says. A cache folder that is broken must not keep anyone from going back.
+    """
+
+    def load() -> Settings:
+        found = settings.load(root)
+        return replace(found, persist=False) if plain else found
+
+    current = load()  # a bad .env is refused before anything is installed
+    envfile.check_data(current)
     found = engine.ensure(current.install_engine, steps)
     with steps.step("Settings") as step:
         created = envfile.ensure(root, rootless=engine.rootless())
@@ -36,21 +45,31 @@ def prepare(root: Path, steps: Steps) -> Settings:
             device = detect()
             filled = envfile.set_blank(root, {"KV_DEVICE": device.name})
             step.say(f"device: {device.name} ({device.why})")
-        current = settings.load(root)
+        current = load()
+        lost = envfile.lost_salt_key(current)
         secrets = envfile.ensure_secrets(current)
         what = [".env created"] if created else []
         what += [f"{key} decided" for key in filled] + [f"secret {path.name} made" for path in secrets]
         step.done(f"{', '.join(what) or 'unchanged'}; device {current.device}")
+    if lost:
+        steps.console.print(f"   WARNING: {lost}", style="bold red", markup=False, highlight=False, soft_wrap=True)
     for warning in found.warnings:
         steps.console.print(f"   warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     return current
 
 
 def make_plan(root: Path) -> Plan:
-    """The plan for the current settings, without changing anything (`kvstrata plan`)."""
+    """The plan for the current settings, without changing anything (`kvstrata plan`).
+
+    Raises KvError for settings that `up` would refuse; ports, disks and memory are for `up` to look at.
+    """
     current = settings.load(root)
+    current = replace(current, device=current.device or detect().name)
+    envfile.check_data(current)
+    layers.resolve(current)
+    preflight.knobs(current)
     chosen = model.resolve(current, root)
-    return plan.make(current, chosen, current.device or detect().name, plan.Host.read())
+    return plan.make(current, chosen, current.device, plan.Host.read())
 
 
 def up(root: Path, steps: Steps, *, proof: bool = True) -> int:
@@ -66,7 +85,7 @@ def up(root: Path, steps: Steps, *, proof: bool = True) -> int:
 
 def rollback(root: Path, steps: Steps) -> int:
     """Plain vLLM with its own arguments: the same files less the cache's. Nothing on disk is touched."""
-    current = replace(prepare(root, steps), persist=False)
+    current = prepare(root, steps, plain=True)
     _write_managed(root, current, *_ready(root, current, steps))
     _compose_up(root, steps)
     steps.console.print("\nplain vLLM runs; the cache on disk is untouched. `make up` uses it again.", highlight=False)
@@ -142,7 +161,7 @@ def _prove(root: Path, steps: Steps) -> int:
     stamp = current.state_dir / _PROVED
     live = stamp.exists()
     with steps.step("Proof, live" if live else "Proof") as step:
-        report = verify.run(current, root, live=live, before=lambda phase: step.note(phase))
+        report = verify.run(current, root, live=live, before=verify.progress(step.note, live=live))
         step.done("passed" if report.passed else "FAILED")
     report.render(steps.console)
     if report.passed and not live:

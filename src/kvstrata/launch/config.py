@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["ConfigError", "Paths", "number", "required", "whole"]
+__all__ = ["NUMBER", "ConfigError", "Paths", "number", "required", "whole"]
+
+
+#: The one spelling of a number, for the command line's own check of .env as well: docker compose hands it on as it is.
+NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 class ConfigError(Exception):
@@ -43,7 +47,7 @@ def required(env: Mapping[str, str], key: str) -> str:
 def number(env: Mapping[str, str], key: str, default: float | None = None) -> float:
     """A finite positive number."""
     text = env.get(key, "").strip() or ("" if default is None else str(default))
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) or float(text) <= 0:
+    if not NUMBER.fullmatch(text) or float(text) <= 0:
         raise ConfigError(f"{key}={text!r}, needed a number above 0; mend it in .env and run `make up`")
     return float(text)
 

@@ -1,8 +1,8 @@
 """python -m kvstrata.launch.lmcache_server SOCKET <lmcache arguments>: the stock server, its HTTP on a UNIX socket.
 
 LMCache's HTTP has no setting for one, and POST /run_script runs code for whoever reaches the port (0.5.3).
-http_server.py:249 makes a `uvicorn.Config` with host and port: that one call is redirected. Besides it the L1 guard of
-kvstrata.connector is installed; nothing else of LMCache is touched.
+http_server.py:249 makes a `uvicorn.Config` with host and port: that one call is redirected. Besides it the server's
+guards of kvstrata.connector are installed; nothing else of LMCache is touched.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run `lmcache <argv[1:]>` in this process."""
     args = sys.argv[1:] if argv is None else argv
     bind_http_to(Path(args[0]))
-    from kvstrata.connector import l1_guard, liveness
+    from kvstrata.connector import l1_guard, liveness, lock_ledger
 
     l1_guard.install()
     liveness.install()
+    lock_ledger.install()
     from lmcache.cli.main import main as lmcache_main
 
     sys.argv = ["lmcache", *args[1:]]

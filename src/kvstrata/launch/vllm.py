@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from kvstrata.launch.config import ConfigError, Paths, number, required, whole
+from kvstrata.launch.owned_args import OWNED, owned
 from kvstrata.launch.supervise import Supervisor, failed_state
 
 __all__ = ["build_argv", "clean_up", "run"]
 
 CONNECTOR = {"kv_connector": "KvstrataConnector", "kv_connector_module_path": "kvstrata.connector"}
-V1_CONNECTOR = "LMCacheConnectorV1"
+_CONNECTOR_FLAGS = [flag for flag in OWNED if flag.startswith("--kv-")]
 #: KV_TRANSFER_MODE -> what vLLM's side asks for. Pickle is the server's doing: engine_driven without a pool is pickle.
 _MODES = {"auto": None, "engine_driven": "engine_driven", "lmcache_driven": "lmcache_driven", "pickle": "engine_driven"}
 
@@ -39,13 +40,9 @@ def run(args: Sequence[str], env: Mapping[str, str] = os.environ, paths: Paths |
 
 def build_argv(args: Sequence[str], env: Mapping[str, str], paths: Paths) -> list[str]:
     """`args` plus --kv-transfer-config. Raises ConfigError if they choose a connector themselves."""
-    for arg in args:
-        if arg.split("=", 1)[0].replace("_", "-").startswith("--kv-transfer-config"):
-            raise ConfigError(f"vLLM's arguments hold {arg.split('=', 1)[0]}, needed none: the launcher adds its own; "
-                              "take it out of KV_VLLM_EXTRA_ARGS, or set KV_PERSIST=0")  # fmt: skip
-        if V1_CONNECTOR in arg:
-            raise ConfigError(f"vLLM's arguments name {V1_CONNECTOR}, which keeps no cache over a restart; "
-                              "take it out of KV_VLLM_EXTRA_ARGS, or set KV_PERSIST=0")  # fmt: skip
+    if found := owned(args, _CONNECTOR_FLAGS):
+        raise ConfigError(f"vLLM's arguments hold {found[0]}, needed none: the launcher adds its own connector; "
+                          "take it out of KV_VLLM_EXTRA_ARGS, or set KV_PERSIST=0")  # fmt: skip
     return [*args, "--kv-transfer-config", json.dumps(connector_config(env, paths))]
 
 

@@ -19,6 +19,8 @@ TIERS = {
     "plain_cold": "plain vLLM, computed", "plain_l0": "plain vLLM, L0",
 }  # fmt: skip
 _CACHED = ("l0", "l1", "l2")
+#: Of fewer samples a side, a difference of two cold times is noise (-318 ms was seen with one).
+_LEAST_FOR_COST = 3
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,17 @@ class BenchReport:
         return of["cold"].median / of[tier].median if "cold" in of and tier in of else None
 
     def connector_cost(self, length: int) -> float | None:
-        """Seconds that the connector adds to a cold TTFT (lookup and store); negative is noise."""
+        """Seconds that the connector adds to a cold TTFT (lookup and store); negative is noise.
+
+        None where either side has fewer than three samples: the difference could not be told from noise.
+        """
         of = self.ttft[length]
-        return of["cold"].median - of["plain_cold"].median if "cold" in of and "plain_cold" in of else None
+        if not {"cold", "plain_cold"} <= of.keys():
+            return None
+        cold, plain = of["cold"], of["plain_cold"]
+        if min(len(cold.samples), len(plain.samples)) < _LEAST_FOR_COST:
+            return None
+        return cold.median - plain.median
 
     def break_even(self, tier: str) -> float | None:
         """Prompt tokens from which the tier is faster than computing (see `break_even`)."""
@@ -113,6 +123,9 @@ class BenchReport:
         costs = [cost for length in self.ttft if (cost := self.connector_cost(length)) is not None]
         if costs:
             console.print(f"the connector itself: {median(costs) * 1000:+.0f} ms of a cold TTFT (median over lengths)")
+        elif any("plain_cold" in of for of in self.ttft.values()):
+            needed = f"{_LEAST_FOR_COST} samples a length"
+            console.print(f"the connector itself: not separable from noise with fewer than {needed} (--repeats)")
         console.print(f"same text from every tier: {'yes' if self.equal_text else 'NO'}")
         for note in self.notes:
             console.print(f"note: {note}", markup=False)

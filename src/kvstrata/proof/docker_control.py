@@ -66,6 +66,8 @@ def running_stack(settings: Settings, root: Path) -> Target:
     """The stack of `settings` as the proof and the benchmark reach it. KvError where there is no cache to measure."""
     if not settings.persist:
         raise KvError("KV_PERSIST=0: no cache", "KV_PERSIST=1", "set KV_PERSIST=1 in .env, then `make up`")
+    if layers.runs_plain(settings):
+        raise KvError("plain vLLM (after a rollback): no cache", "vLLM with the cache", "`make up` brings it back")
     return Target(
         vllm_url=f"http://127.0.0.1:{settings.port}",
         lmcache_url=f"http://127.0.0.1:{settings.metrics_port}",

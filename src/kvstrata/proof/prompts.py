@@ -24,9 +24,12 @@ Source = str
 CountTokens = Callable[[str], int]
 """Tokens of a text as the server counts a /v1/completions prompt: vLLM's own POST /tokenize, see `tokenize_payload`."""
 
+_WATCHWORD = "The watchword of this copy is"
+#: The answer is the nonce, which stands in cached blocks: read from another prompt's blocks it is another answer. To a
+#: question that all copies answer alike, the demo model gave the same text whatever it was served.
 QUESTION = (
-    "Question: In the winter of the great ice the clockwork of the Skarven Light stood still. Who turned the lens by "
-    "hand, how did they do it, and which ship did they save?\nAnswer:"
+    "Question: What is the watchword of this copy, and who turned the lens by hand in the winter of the great ice?\n"
+    f"Answer: {_WATCHWORD}"
 )
 _NONCE = re.compile(r"[0-9a-z]{8,12}")
 
@@ -81,6 +84,7 @@ def build(
 ) -> Prompt:
     """A prompt of about `target` tokens (never more) with `nonce` in its first block and 1 <= n mod C <= B.
 
+    The question asks for the nonce, so that two prompts have two answers.
     `nonce`: 8 to 12 of 0-9a-z, fresh for each prompt, else "cold" would find what an earlier run left in L2. It comes
     first, because tokens before it would be shared with other prompts. Calls `count` about 15 times.
     Raises ValueError where no such length exists below `target` (less than one chunk, or a question that is too long).
@@ -127,8 +131,7 @@ def _copies(count: CountTokens, want: int) -> int:
 def _parts(copies: int) -> tuple[list[str], str]:
     """(words of the body, each with the white space before it; the last chapter, which the question is about).
 
-    The body gives way when a prompt is trimmed; the chapter stays next to the question, where a small model still
-    finds the answer.
+    The body gives way when a prompt is trimmed; the chapter stays next to the question.
     """
     book, mark, chapter = handbook().rstrip().rpartition("\n\n12. ")
     # A prompt longer than the handbook gets further volumes of it: not the same token blocks again.
@@ -137,4 +140,7 @@ def _parts(copies: int) -> tuple[list[str], str]:
 
 
 def _assemble(nonce: str, words: list[str], tail: str) -> str:
-    return f"{nonce}\n{''.join(words)}{tail}\n\n{QUESTION}"
+    """The watchword stands at the top and, for models that read badly over thousands of tokens, before the last chapter
+    as well: that is still in a cached block, the end of the prompt is not."""
+    watchword = f"\n\n{_WATCHWORD} {nonce}."
+    return f"{nonce}{watchword}\n{''.join(words)}{watchword + tail if tail else ''}\n\n{QUESTION}"

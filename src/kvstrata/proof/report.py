@@ -74,11 +74,12 @@ class Report:
 
     @property
     def worth_it(self) -> bool:
-        """Every phase that was to be served from a cache was, and began sooner than the cold one."""
+        """It passed, and every phase that was to be served from a cache began sooner than the cold one."""
         cold = self._ttft("cold")
         cached = [phase for phase in self.phases if phase.expected_source != "none"]
         return (
-            cold is not None
+            self.passed
+            and cold is not None
             and bool(cached)
             and all(p.hit_tokens > 0 and p.ttft_s is not None and p.ttft_s < cold for p in cached)
         )
@@ -88,9 +89,9 @@ class Report:
         return 0 if self.passed else 1
 
     def speed_up(self, phase: Phase) -> float | None:
-        """cold TTFT / this TTFT, of a phase that was to be served from a cache."""
+        """cold TTFT / this TTFT, of a phase that was to be served from a cache; None where it went wrong."""
         cold = self._ttft("cold")
-        if cold is None or not phase.ttft_s or phase.expected_source == "none":
+        if cold is None or not phase.ttft_s or phase.expected_source == "none" or phase.problems:
             return None
         return cold / phase.ttft_s
 
@@ -122,8 +123,13 @@ class Report:
         temporary.replace(path)
 
     def render(self, console: Console) -> None:
-        table = Table(title=f"{self.model}: {self.prompt_tokens} prompt tokens, {self.pair}, {self.device}")
-        for heading in ("phase", "TTFT", "cached tokens", "from", "same answer", "speed-up"):
+        console.print(
+            f"{self.model}: {self.prompt_tokens} prompt tokens, {self.pair}, {self.device}",
+            markup=False,
+            soft_wrap=True,
+        )
+        table = Table()
+        for heading in ("phase", "TTFT", "cached", "from", "same", "speed-up"):
             table.add_column(heading, justify="left" if heading in ("phase", "from") else "right", no_wrap=True)
         for phase in self.phases:
             speed = self.speed_up(phase)
@@ -140,9 +146,9 @@ class Report:
             )
         console.print(table)
         for note in self.notes:
-            console.print(f"note: {note}", markup=False)
+            console.print(f"note: {note}", markup=False, soft_wrap=True)
         for failure in self.all_failures:
-            console.print(f"FAILED {failure}", style="red", markup=False)
+            console.print(f"FAILED {failure}", style="red", markup=False, soft_wrap=True)
         verdict = "passed" if self.passed else "FAILED"
         worth = "and faster than computing it" if self.worth_it else "but NOT faster than computing it everywhere"
         console.print(f"proof {verdict}" + (f", {worth}" if self.passed else "") + f" ({self.duration_s:.0f} s)")

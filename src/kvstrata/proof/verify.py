@@ -28,13 +28,13 @@ from pathlib import Path
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
 from kvstrata.proof.checks import guard_problems, read_guard
-from kvstrata.proof.client import EngineFacts, LmcacheClient, VllmClient
+from kvstrata.proof.client import Completion, EngineFacts, LmcacheClient, VllmClient
 from kvstrata.proof.control import Target
 from kvstrata.proof.phases import Disturbed, Prover
 from kvstrata.proof.report import Report
 from kvstrata.proof.sources import StoresStuck
 
-__all__ = ["FULL", "LIVE", "Target", "prove", "run"]
+__all__ = ["FULL", "LIVE", "Target", "progress", "prove", "run"]
 
 FULL = ("cold", "warm_l0", "unseen", "other_salt", "restart_vllm", "restart_lmcache", "restart_both")
 LIVE = ("cold", "warm_l0", "unseen", "other_salt", "live_l1", "live_l2")
@@ -68,6 +68,12 @@ def run(
         if path is not None:
             report.write(path)
     return report
+
+
+def progress(note: Callable[[str], None], *, live: bool) -> Callable[[str], None]:
+    """A `before` that says how far the run is: "phase 5 of 7: restart_vllm"."""
+    names = LIVE if live else FULL
+    return lambda phase: note(f"phase {names.index(phase) + 1} of {len(names)}: {phase}")
 
 
 def prove(
@@ -171,11 +177,20 @@ def _lock_problems(target: Target, facts: EngineFacts) -> list[str]:
     return [f"chunk size: found: {chunk} (KV_CHUNK_SIZE); needed: {locked} (versions.lock)"]
 
 
+def _note_a_weak_yardstick(prover: Prover, one: Completion | None, other: Completion | None) -> None:
+    """Each prompt asks for a word of its own. A model that does not give it proves less by the same answer."""
+    if one and other and one.text == other.text:
+        prover.notes.append(
+            "weak yardstick: two different prompts gave the same answer, so blocks of the wrong one could give it too"
+        )
+
+
 def _full(prover: Prover, length: int, exact: bool) -> None:
     p1, p2 = (prover.prompt(length) for _ in range(2))
     cold = prover.phase("cold", p1, "none", None)
     warm = prover.phase("warm_l0", p1, "l0", cold if exact else None)
     unseen = prover.phase("unseen", p2, "none", None)
+    _note_a_weak_yardstick(prover, cold, unseen)
     # The same prompt under another salt computes everything, as cold did: cold is its yardstick in any dtype.
     prover.phase("other_salt", p1, "none", cold, salt=f"proof-{secrets.token_hex(8)}", keep=False)
     yardstick_1 = cold if exact else warm
@@ -200,7 +215,8 @@ def _live(prover: Prover, length: int, exact: bool) -> None:
     whole = p1[: len(p1) // prover.chunk * prover.chunk]
     cold = prover.phase("cold", p1, "none", None)
     prover.phase("warm_l0", p1, "l0", cold if exact else None)
-    prover.phase("unseen", p2, "none", None, keep=False)
+    unseen = prover.phase("unseen", p2, "none", None, keep=False)
+    _note_a_weak_yardstick(prover, cold, unseen)
     salted = prover.phase("other_salt", whole, "none", None, salt=f"proof-{secrets.token_hex(8)}", keep=False)
     prover.wait_stored("live_l1", p1)
     from_l1 = prover.phase("live_l1", whole, "l1", salted if exact else None)
