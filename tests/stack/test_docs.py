@@ -162,8 +162,9 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def reader(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Leaves a working stack with some blocks on disk, for the modules that come after this one."""
+    """With some blocks on disk to look at; leaves a working stack with some, for the modules that come after this one."""
     stack.wait_ready()
+    stack.store(prompt("before the documents"))
     try:
         yield Reader(stack, tmp_path_factory.mktemp("backup"))
     finally:
