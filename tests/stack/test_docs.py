@@ -162,7 +162,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def reader(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """With some blocks on disk to look at; leaves a working stack with some, for the modules that come after this one."""
+    """A working stack with some blocks on disk, before and after, for the modules that come after this one."""
     stack.wait_ready()
     stack.store(prompt("before the documents"))
     try:
