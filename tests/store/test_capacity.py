@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -251,6 +252,27 @@ def test_an_eviction_that_the_disk_refuses_leaves_the_blocks_usable(
     assert outcomes(get(store, range(20))) == {"hit"}
     monkeypatch.undo()
     assert store.evict(MIB) >= MIB
+    assert books_are_right(store, root)
+
+
+def test_one_block_that_cannot_be_removed_does_not_keep_all_others_from_going(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    """A damaged directory, an immutable file: at the old end, it would fill the store for ever."""
+    store, unlink = opened(capacity=8 * MIB), os.unlink
+    put_in_order(store, range(20))
+    stuck = str(file_of(root, 0))
+
+    def damaged(path: str) -> None:
+        if str(path) == stuck:
+            raise OSError(errno.EIO, "Input/output error", path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", damaged)
+    for number in range(20, 60):
+        assert put(store, [number])[0].outcome is Outcome.STORED
+    assert get(store, [0])[0].outcome is Outcome.HIT
+    monkeypatch.undo()
     assert books_are_right(store, root)
 
 
