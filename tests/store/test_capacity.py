@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -240,6 +241,43 @@ def test_directories_of_many_salts_are_counted_and_go_with_their_blocks(opened: 
     assert books_are_right(store, root)
     # A directory is empty for a moment between the file's end and its own.
     assert wait_for(lambda: all(files or folders for _, folders, files in os.walk(root)))
+
+
+def test_salts_that_come_once_do_not_fill_the_store_with_empty_folders(opened: Opened, root: Path) -> None:
+    """Each left 8 KiB behind: a thousand filled a store of 8 MiB until its next start."""
+    store = opened(capacity=8 * MIB)
+    for salt in range(300):
+        assert put(store, [salt], 200_000, salt=f"once {salt}")[0].outcome is Outcome.STORED
+    assert wait_for(lambda: len(list(root.glob("*/*"))) - 1 == store.usage().blocks)
+    assert books_are_right(store, root)
+    assert get(store, [299], 200_000, salt="once 299")[0].outcome is Outcome.HIT
+
+
+def test_a_salt_that_was_given_a_class_keeps_it_when_its_blocks_are_gone(opened: Opened, root: Path) -> None:
+    store = opened()
+    put(store, [1], salt="vip")
+    spelled = file_of(root, 1, "vip").parent.parent / "salt.json"
+    spelled.write_text('{"salt": "vip", "class": "keep"}')
+    assert store.evict(1) > 0
+    assert spelled.exists()
+
+
+def test_a_salt_folder_that_goes_and_comes_at_once_keeps_its_blocks(opened: Opened, root: Path) -> None:
+    store = opened(workers=3)
+    ends = time.monotonic() + 2
+
+    def storm(number: int) -> None:
+        while time.monotonic() < ends:
+            assert put(store, [number], 5_000, salt="s")[0].outcome is Outcome.STORED
+            assert get(store, [number], 5_000, salt="s")[0].outcome is Outcome.HIT
+            store.delete([key(number, "s")]).result(10)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(storm, number) for number in range(3)]:
+            done.result()
+    assert books_are_right(store, root)
+    put(store, [9], 5_000, salt="s")
+    assert (file_of(root, 9, "s").parent.parent / "salt.json").exists()
 
 
 def test_an_eviction_that_the_disk_refuses_leaves_the_blocks_usable(

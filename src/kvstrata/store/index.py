@@ -261,6 +261,11 @@ class Index:
                 self._writing[claimed] -= covered
                 self._reserved -= covered
 
+    def empty(self, number: int) -> bool:
+        """True if a folder (by its number) holds no block."""
+        with self._lock:
+            return not self.names.folders[number].blocks
+
     def extras(self) -> list[str]:
         """The paths of all those."""
         with self._lock:

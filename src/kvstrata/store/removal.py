@@ -66,7 +66,7 @@ class Remover:
                 return False
             os.unlink(path)  # noqa: PTH108
         if self._index.gone(victim):
-            self._surroundings.tidy(self._index.names.shelf_path(victim.entry))
+            self._surroundings.tidy(victim.entry)
         return True
 
     def _announce(self, victims: Sequence[Victim]) -> None:
