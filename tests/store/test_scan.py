@@ -174,7 +174,9 @@ def test_a_timestamp_from_the_far_future_does_not_stop_the_clock(opened: Opened,
     os.utime(file_of(root, 1), ns=(LATEST_NS + 10**18, LATEST_NS + 10**18))
     store = opened()
     assert outcomes(get(store, range(3))) == {"hit"}
-    assert outcomes(put(store, [7])) == {"stored"}
+    assert outcomes(put(store, [7, 8])) == {"stored"}
+    assert file_of(root, 7).stat().st_mtime_ns != file_of(root, 8).stat().st_mtime_ns
+    assert max(info.last_use_ns for info in store.scan()) < 2 * time.time_ns()
 
 
 def test_classes_come_from_modes_salt_files_rules_and_namespace_files_in_this_order(opened: Opened, root: Path) -> None:

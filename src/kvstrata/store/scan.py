@@ -168,7 +168,8 @@ class _Scan:
                         found.pinned.add(packed)
                 found.entries.append(packed)
                 found.sizes.append(size)
-                found.uses.append(min(status.st_mtime_ns, LATEST_NS))
+                # A use in the far future is none: taken at its word it would stop the clock, and never grow old.
+                found.uses.append(status.st_mtime_ns if status.st_mtime_ns < LATEST_NS else 0)
                 nbytes += size
         self._tell(_STEP)
         blocks = len(found.entries) - before
