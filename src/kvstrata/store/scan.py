@@ -210,8 +210,12 @@ class _Scan:
         if not ours:
             self.found.foreign += size
         if entry.is_dir(follow_symlinks=False):
-            for inner in self._list(path):
-                self._other(inner, f"{path}/{inner.name}", ours=ours)
+            try:
+                for inner in self._list(path):
+                    self._other(inner, f"{path}/{inner.name}", ours=ours)
+            except PermissionError:
+                # lost+found is root's alone.
+                log.warning("block store: %s is closed to this user: what is in it is not counted", path)
 
     def _close_folder(self, path: str, own_file: str) -> None:
         """Remove one of our folders if nothing but its JSON file is left (nobody writes yet), else count it."""
