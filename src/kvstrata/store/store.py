@@ -27,7 +27,7 @@ from kvstrata.store.recency import UseClock
 from kvstrata.store.removal import Remover
 from kvstrata.store.root import Root, open_root
 from kvstrata.store.scan import scan_root
-from kvstrata.store.settings import CLASSES, StoreSettings
+from kvstrata.store.settings import StoreSettings
 from kvstrata.store.stores import Storer
 from kvstrata.store.surroundings import Surroundings
 
@@ -56,7 +56,7 @@ class BlockStore:
             io = BlockIO(root.path, codec=settings.codec, direct=root.direct, clock=self._clock)
         except CodecError as error:
             raise StoreError(error.found, error.needed, error.fix) from error
-        self._names = Entries(lambda namespace, salt: CLASSES.index(settings.class_of(namespace, salt) or "normal"))
+        self._names = Entries(settings.class_number)
         self._index = Index(self._names)
         device = Device(root.path, settings.free_floor)
         around = Surroundings(root.path, self._index)
