@@ -202,6 +202,18 @@ def test_a_start_does_not_evict_below_a_capacity_that_holds(opened: Opened) -> N
     assert opened(capacity=16 * MIB, free_floor=1 << 60).usage().blocks == blocks
 
 
+def test_eviction_begins_at_the_watermark_and_ends_at_the_target_however_many_blocks_that_takes(opened: Opened) -> None:
+    store = opened(capacity=32 * MIB)
+    number = 0
+    while store.usage().blocks == number:
+        put(store, range(number, number + 10), 16 << 10)
+        number += 10
+        time.sleep(0.002)
+    assert wait_for(lambda: store.usage().used <= 0.8 * 32 * MIB)
+    time.sleep(0.1)
+    assert store.usage().used > 0.77 * 32 * MIB
+
+
 def test_below_the_free_space_floor_puts_replace_old_blocks_or_are_refused(
     opened: Opened, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
