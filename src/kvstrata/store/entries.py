@@ -84,6 +84,16 @@ class Entries:
             return self.pack(number, chunk, key.rank, key.group)
         return self.pack(number, sha256(chunk).digest(), key.rank, key.group, digest=True)
 
+    def known(self, key: BlockKey) -> bytes:
+        """The packed key for a question, which leaves nothing behind: b"", no block's, where its folder was never met.
+
+        Salts are as many as clients like to send.
+        """
+        names = key.namespace, key.salt
+        if names not in self._by_names and f"{namespace_folder(names[0])}/{salt_folder(names[1])}" not in self._by_path:
+            return b""
+        return self.entry(key)
+
     @staticmethod
     def pack(number: int, chunk: bytes, rank: int, group: int, *, digest: bool = False) -> bytes:
         """The entry of a file's name: `chunk` is what stands there in hex, `digest` says that a `~` is before it."""
