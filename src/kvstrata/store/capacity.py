@@ -151,7 +151,8 @@ class Capacity:
     def _run(self) -> None:
         while not self._stopped:
             with self._wake:
-                if not self._stopped and not self._waiting and not self._short and not self._draining and self._over() <= 0:
+                busy = self._stopped or self._waiting or self._short or self._draining
+                if not busy and self._over() <= 0:
                     self._wake.wait(_IDLE_S)
             try:
                 self._round()
