@@ -17,7 +17,8 @@ from kvstrata.store.errors import StoreError
 from kvstrata.store.mounts import file_system, objection
 from kvstrata.store.root import open_root
 from kvstrata.store.settings import ClassRule, StoreSettings
-from tests.store.stores import settings
+from kvstrata.store.store import BlockStore
+from tests.store.stores import du, file_of, key, put, settings
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -138,6 +139,23 @@ def test_a_fresh_disk_of_another_user_is_taken_with_its_closed_lost_and_found(tm
         assert done.returncode == 0, done.stderr
     finally:
         shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_nothing_is_written_through_a_symlink_inside_the_root(root: Path, tmp_path: Path, depth: int) -> None:
+    """A namespace moved to another disk and linked: the cap does not see there, nor the next start's scan."""
+    store = BlockStore.open(settings(root))
+    put(store, [1], salt="s")
+    store.close()
+    elsewhere, moved = tmp_path / "elsewhere", file_of(root, 1, "s").parents[2 - depth]
+    shutil.move(moved, elsewhere)
+    moved.symlink_to(elsewhere)
+    before = du(elsewhere)
+    store = BlockStore.open(settings(root))
+    assert {result.reason for result in put(store, range(1, 30), salt="s")} >= {"eloop"}
+    assert store.contains([key(1, "s")]) == [False]
+    store.close()
+    assert du(elsewhere) == before
 
 
 @pytest.mark.parametrize("text", ['{"format": 2}', '{"format": 0}', "{}", "[]", "nonsense", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import suppress
@@ -37,9 +38,12 @@ def make_folders(root: str, key: BlockKey) -> None:
 
 
 def _make_folder(path: str) -> None:
-    with suppress(FileExistsError):
+    try:
         os.mkdir(path, 0o700)  # noqa: PTH102
         os.chmod(path, 0o700)  # noqa: PTH101
+    except FileExistsError:
+        if os.path.islink(path):  # noqa: PTH114
+            raise OSError(errno.ELOOP, "a symlink where a folder of the store belongs", path) from None
 
 
 def spell_out(folder: str, file: str, content: dict[str, str | None], member: str) -> None:
