@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -200,6 +202,18 @@ def test_a_start_does_not_evict_below_a_capacity_that_holds(opened: Opened) -> N
     assert opened(capacity=16 * MIB, free_floor=1 << 60).usage().blocks == blocks
 
 
+def test_eviction_begins_at_the_watermark_and_ends_at_the_target_however_many_blocks_that_takes(opened: Opened) -> None:
+    store = opened(capacity=32 * MIB)
+    number = 0
+    while store.usage().blocks == number:
+        put(store, range(number, number + 10), 16 << 10)
+        number += 10
+        time.sleep(0.002)
+    assert wait_for(lambda: store.usage().used <= 0.8 * 32 * MIB)
+    time.sleep(0.1)
+    assert store.usage().used > 0.77 * 32 * MIB
+
+
 def test_below_the_free_space_floor_puts_replace_old_blocks_or_are_refused(
     opened: Opened, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +255,43 @@ def test_directories_of_many_salts_are_counted_and_go_with_their_blocks(opened: 
     assert wait_for(lambda: all(files or folders for _, folders, files in os.walk(root)))
 
 
+def test_salts_that_come_once_do_not_fill_the_store_with_empty_folders(opened: Opened, root: Path) -> None:
+    """Each left 8 KiB behind: a thousand filled a store of 8 MiB until its next start."""
+    store = opened(capacity=8 * MIB)
+    for salt in range(300):
+        assert put(store, [salt], 200_000, salt=f"once {salt}")[0].outcome is Outcome.STORED
+    assert wait_for(lambda: len(list(root.glob("*/*"))) - 1 == store.usage().blocks)
+    assert books_are_right(store, root)
+    assert get(store, [299], 200_000, salt="once 299")[0].outcome is Outcome.HIT
+
+
+def test_a_salt_that_was_given_a_class_keeps_it_when_its_blocks_are_gone(opened: Opened, root: Path) -> None:
+    store = opened()
+    put(store, [1], salt="vip")
+    spelled = file_of(root, 1, "vip").parent.parent / "salt.json"
+    spelled.write_text('{"salt": "vip", "class": "keep"}')
+    assert store.evict(1) > 0
+    assert spelled.exists()
+
+
+def test_a_salt_folder_that_goes_and_comes_at_once_keeps_its_blocks(opened: Opened, root: Path) -> None:
+    store = opened(workers=3)
+    ends = time.monotonic() + 2
+
+    def storm(number: int) -> None:
+        while time.monotonic() < ends:
+            assert put(store, [number], 5_000, salt="s")[0].outcome is Outcome.STORED
+            assert get(store, [number], 5_000, salt="s")[0].outcome is Outcome.HIT
+            store.delete([key(number, "s")]).result(10)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(storm, number) for number in range(3)]:
+            done.result()
+    assert books_are_right(store, root)
+    put(store, [9], 5_000, salt="s")
+    assert (file_of(root, 9, "s").parent.parent / "salt.json").exists()
+
+
 def test_an_eviction_that_the_disk_refuses_leaves_the_blocks_usable(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
@@ -251,6 +302,27 @@ def test_an_eviction_that_the_disk_refuses_leaves_the_blocks_usable(
     assert outcomes(get(store, range(20))) == {"hit"}
     monkeypatch.undo()
     assert store.evict(MIB) >= MIB
+    assert books_are_right(store, root)
+
+
+def test_one_block_that_cannot_be_removed_does_not_keep_all_others_from_going(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    """A damaged directory, an immutable file: at the old end, it would fill the store for ever."""
+    store, unlink = opened(capacity=8 * MIB), os.unlink
+    put_in_order(store, range(20))
+    stuck = str(file_of(root, 0))
+
+    def damaged(path: str) -> None:
+        if str(path) == stuck:
+            raise OSError(errno.EIO, "Input/output error", path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", damaged)
+    for number in range(20, 60):
+        assert put(store, [number])[0].outcome is Outcome.STORED
+    assert get(store, [0])[0].outcome is Outcome.HIT
+    monkeypatch.undo()
     assert books_are_right(store, root)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from kvstrata.store.errors import StoreError
 from kvstrata.store.mounts import file_system, objection
 from kvstrata.store.root import open_root
 from kvstrata.store.settings import ClassRule, StoreSettings
-from tests.store.stores import settings
+from kvstrata.store.store import BlockStore
+from tests.store.stores import du, file_of, key, put, settings
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -117,6 +120,42 @@ def test_a_fresh_disk_and_a_store_that_lost_its_format_file_are_taken(root: Path
     (root / ("a" * 32)).mkdir()
     open_root(settings(root)).close()
     assert json.loads((root / "FORMAT.json").read_text())["format"] == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take other users' rights")
+def test_a_fresh_disk_of_another_user_is_taken_with_its_closed_lost_and_found(tmp_path: Path) -> None:
+    """As mkfs leaves it: lost+found is root's alone, and the store is not root."""
+    root = Path(tempfile.mkdtemp(prefix="kvstrata-"))  # pytest's own folders are closed to others
+    try:
+        (root / "lost+found").mkdir(mode=0o700)
+        os.chown(root, 1000, 1000)
+        script = (
+            "import os; from pathlib import Path; from tests.store.stores import *; os.setuid(1000)\n"
+            f"store = BlockStore.open(settings(Path({str(root)!r})))\n"
+            "assert put(store, [1])[0].outcome == 'stored'; store.close()"
+        )
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    finally:
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_nothing_is_written_through_a_symlink_inside_the_root(root: Path, tmp_path: Path, depth: int) -> None:
+    """A namespace moved to another disk and linked: the cap does not see there, nor the next start's scan."""
+    store = BlockStore.open(settings(root))
+    put(store, [1], salt="s")
+    store.close()
+    elsewhere, moved = tmp_path / "elsewhere", file_of(root, 1, "s").parents[2 - depth]
+    shutil.move(moved, elsewhere)
+    moved.symlink_to(elsewhere)
+    before = du(elsewhere)
+    store = BlockStore.open(settings(root))
+    assert {result.reason for result in put(store, range(1, 30), salt="s")} >= {"eloop"}
+    assert store.contains([key(1, "s")]) == [False]
+    store.close()
+    assert du(elsewhere) == before
 
 
 @pytest.mark.parametrize("text", ['{"format": 2}', '{"format": 0}', "{}", "[]", "nonsense", ""])

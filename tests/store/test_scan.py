@@ -174,7 +174,32 @@ def test_a_timestamp_from_the_far_future_does_not_stop_the_clock(opened: Opened,
     os.utime(file_of(root, 1), ns=(LATEST_NS + 10**18, LATEST_NS + 10**18))
     store = opened()
     assert outcomes(get(store, range(3))) == {"hit"}
-    assert outcomes(put(store, [7])) == {"stored"}
+    assert outcomes(put(store, [7, 8])) == {"stored"}
+    assert file_of(root, 7).stat().st_mtime_ns != file_of(root, 8).stat().st_mtime_ns
+    assert max(info.last_use_ns for info in store.scan()) < 2 * time.time_ns()
+
+
+def test_a_class_of_a_namespace_holds_for_salts_that_come_later_and_outlives_its_blocks(
+    opened: Opened, root: Path
+) -> None:
+    store = opened()
+    put(store, [1], salt="first")
+    store.close()
+    spelled = root / namespace_folder("model") / "ns.json"
+    spelled.write_text('{"namespace": "model", "class": "keep"}')
+    own = file_of(root, 1, "first").parent.parent / "salt.json"
+    own.write_text('{"salt": "first", "class": "bulk"}')
+    store = opened()
+    put(store, [2], salt="second")
+    assert {info.key.salt: info.cls for info in store.scan()} == {"first": "bulk", "second": "keep"}
+    while store.evict(1):
+        pass
+    store.close()
+    store = opened()
+    put(store, [3], salt="third")
+    put(store, [3], salt="first")
+    assert {info.key.salt: info.cls for info in store.scan()} == {"first": "bulk", "third": "keep"}
+    assert books_are_right(store, root)
 
 
 def test_classes_come_from_modes_salt_files_rules_and_namespace_files_in_this_order(opened: Opened, root: Path) -> None:

@@ -48,6 +48,20 @@ class Told(NoEvents):
         self.scanned.append(blocks)
 
 
+def test_questions_about_salts_that_were_never_stored_leave_nothing_behind(opened: Opened) -> None:
+    store = opened()
+    put(store, [1])
+    before = len(store._names.folders)
+    for number in range(50):
+        asked = [key(1, f"random {number}"), key(1)]
+        assert store.contains_and_pin(asked) == [False, True]
+        store.unpin(asked)
+        store.touch(asked)
+        assert [str(result.outcome) for result in store.delete(asked[:1]).result(10)] == ["miss"]
+        assert outcomes(get(store, [1], salt=f"random {number}")) == {"miss"}
+    assert len(store._names.folders) == before
+
+
 @pytest.mark.parametrize("size", [0, 1, 4096, MIB, 3 * MIB, 5 * MIB + 17])
 @pytest.mark.parametrize("codec", ["raw", "lz4", "zstd"])
 def test_bytes_come_back_from_this_process_and_from_the_next(opened: Opened, size: int, codec: str) -> None:

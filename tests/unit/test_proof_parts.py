@@ -57,6 +57,16 @@ def test_own_blocks_are_found_by_hash_whatever_the_model_and_salt(tmp_path: Path
     }
 
 
+def test_a_damaged_folder_of_somebody_else_does_not_fail_the_proof(tmp_path: Path) -> None:
+    """As a power failure leaves it."""
+    ours, other = (BlockKey(model, "", bytes.fromhex(HASH), 1) for model in ("ours", "other"))
+    for key in (ours, other):
+        make_folders(str(tmp_path), key)
+    (tmp_path / ours.path).touch()
+    (tmp_path / other.path).parents[2].joinpath("ns.json").write_bytes(b"")
+    assert own_blocks.store_keys(str(tmp_path), [HASH]) == [("ours", 1, 0, HASH, "")]
+
+
 def test_keys_of_registered_engines_are_one_a_rank() -> None:
     server = {"cache_context_meta": {"1": {"model_name": "m", "world_size": 2}}, "non_cuda_context_meta": {}}
     keys = own_blocks.registered_keys(server, [HASH])

@@ -65,13 +65,18 @@ def call(address: str, method: str, path: str, body: object = None) -> tuple[int
 def store_keys(root: str, wanted: list[str]) -> list[Key]:
     """Keys of the store's blocks whose hash is wanted: <namespace>/<salt>/<2 digits>/<hash>.<rank>.<group>."""
     found = []
-    for spelled in sorted(Path(root).glob("*/*/salt.json")):
-        model = json.loads((spelled.parent.parent / "ns.json").read_bytes())["namespace"]
-        salt = json.loads(spelled.read_bytes())["salt"]
-        for key in wanted:
-            for block in sorted((spelled.parent / key[:2]).glob(f"{key}.*.*")):
-                _, rank, group = block.name.split(".")
-                found.append((model, int(rank, 16), int(group, 16), key, salt))
+    for folder in sorted(Path(root).glob("*/*/")):
+        shelves = {path.name for path in folder.glob("??")}
+        near = [key for key in wanted if key[:2] in shelves]
+        blocks = [block for key in near for block in sorted((folder / key[:2]).glob(f"{key}.*.*"))]
+        if not blocks:
+            continue
+        # Other folders' files are nobody's business here: after a power failure one may be empty.
+        model = json.loads((folder.parent / "ns.json").read_bytes())["namespace"]
+        salt = json.loads((folder / "salt.json").read_bytes())["salt"]
+        for block in blocks:
+            key, rank, group = block.name.split(".")
+            found.append((model, int(rank, 16), int(group, 16), key, salt))
     return found
 
 

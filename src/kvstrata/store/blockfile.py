@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class BlockIO:
     ) -> None:
         if sub_bytes & (sub_bytes - 1) or not SUB_SMALLEST <= sub_bytes <= SUB_LIMIT:
             raise ValueError(f"found: sub_bytes {sub_bytes}; needed: a power of two, {SUB_SMALLEST} to {SUB_LIMIT}")
-        self._root = os.path.abspath(root)  # noqa: PTH100
+        self._root = os.path.realpath(root)
         self._codec = find_codec(codec)
         self._direct = direct
         self._sub_bytes = sub_bytes
@@ -81,6 +82,8 @@ class BlockIO:
         path = f"{self._root}/{key.path}"
         fd = self._unnamed(key, path)
         try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith(path[: path.rindex("/") + 1]):  # noqa: PTH115
+                raise OSError(errno.ELOOP, "a symlink leads out of the root", path)
             direct = self._scratch if self._direct else None
             stored_len = fill(fd, key, source, itemsize, sub_bytes, self._codec, lease, direct)
             status = os.fstat(fd)

@@ -73,6 +73,7 @@ class Capacity:
         self._waiting: deque[_Waiting] = deque()
         self._stopped = False
         self._floor_next = 0.0
+        self._draining = False
         self._short = 0
         self._thread = threading.Thread(target=self._run, name="kvstrata-evict", daemon=True)
 
@@ -150,7 +151,8 @@ class Capacity:
     def _run(self) -> None:
         while not self._stopped:
             with self._wake:
-                if not self._stopped and not self._waiting and not self._short and self._over() <= 0:
+                busy = self._stopped or self._waiting or self._short or self._draining
+                if not busy and self._over() <= 0:
                     self._wake.wait(_IDLE_S)
             try:
                 self._round()
@@ -164,6 +166,7 @@ class Capacity:
         progress = self._serve() or progress
         if progress:
             return
+        self._draining = False
         # Nothing could be evicted. Holders may let go and other puts may end: look again, but not in a frenzy.
         with self._wake:
             if not self._stopped:
@@ -181,7 +184,9 @@ class Capacity:
             wanted = sum(waiting.nbytes for waiting in self._waiting)
             short, self._short = self._short, 0
         taken = counts.used + counts.reserved
-        need = taken - self._target if taken > self._watermark else 0
+        # From the watermark down to the target, however many batches that takes.
+        self._draining = taken > (self._target if self._draining else self._watermark)
+        need = taken - self._target if self._draining else 0
         need = max(need, taken + wanted - self.limit)
         kept = int(min(self.capacity, self._device.size) * _SHARE_KEPT)
         floor_need = min(max(self._floor_need(wanted), short), counts.used - kept)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from kvstrata.store.keys import BlockKey, namespace_folder, salt_folder
+from kvstrata.store.settings import CLASSES
 
 __all__ = ["LONGEST_CHUNK", "Entries", "SaltFolder"]
 
@@ -18,6 +19,7 @@ _IS_LONG = 1 << 31
 _IS_DIGEST = 1 << 30
 _NUMBER = _IS_DIGEST - 1
 LONGEST_CHUNK = 64
+_NORMAL = CLASSES.index("normal")
 
 
 @dataclass(slots=True)
@@ -43,11 +45,13 @@ class Entries:
     to rebuild the path and (but for `~` names) the key without opening the file.
     """
 
-    def __init__(self, cls_of: Callable[[str, str], int]) -> None:
+    def __init__(self, cls_of: Callable[[str, str], int | None]) -> None:
+        """`cls_of`: the class that a rule gives a namespace and salt; else `namespace_classes` says it, else normal."""
         self._cls_of = cls_of
         self._lock = threading.Lock()
         self._by_names: dict[tuple[str, str], int] = {}
         self._by_path: dict[str, int] = {}
+        self.namespace_classes: dict[str, int] = {}
         self.folders: list[SaltFolder] = []
 
     def found(self, path: str, namespace: str | None, salt: str | None, cls: int) -> int:
@@ -67,7 +71,10 @@ class Entries:
         number = self._by_names.get((namespace, salt))
         if number is None:
             path = f"{namespace_folder(namespace)}/{salt_folder(salt)}"
-            number = self.found(path, namespace, salt, self._cls_of(namespace, salt))
+            cls = self._cls_of(namespace, salt)
+            if cls is None:
+                cls = self.namespace_classes.get(namespace, _NORMAL)
+            number = self.found(path, namespace, salt, cls)
         return number
 
     def entry(self, key: BlockKey) -> bytes:
@@ -76,6 +83,16 @@ class Entries:
         if 1 <= len(chunk) <= LONGEST_CHUNK:
             return self.pack(number, chunk, key.rank, key.group)
         return self.pack(number, sha256(chunk).digest(), key.rank, key.group, digest=True)
+
+    def known(self, key: BlockKey) -> bytes:
+        """The packed key for a question, which leaves nothing behind: b"", no block's, where its folder was never met.
+
+        Salts are as many as clients like to send.
+        """
+        names = key.namespace, key.salt
+        if names not in self._by_names and f"{namespace_folder(names[0])}/{salt_folder(names[1])}" not in self._by_path:
+            return b""
+        return self.entry(key)
 
     @staticmethod
     def pack(number: int, chunk: bytes, rank: int, group: int, *, digest: bool = False) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import suppress
@@ -9,10 +10,11 @@ from pathlib import Path
 
 from kvstrata.store.keys import BlockKey
 
-__all__ = ["NAMESPACE_FILE", "SALT_FILE", "link_unnamed", "make_folders"]
+__all__ = ["NAMESPACE_FILE", "SALT_FILE", "SALT_MEMBER", "link_unnamed", "make_folders", "spell_out"]
 
 NAMESPACE_FILE = "ns.json"
 SALT_FILE = "salt.json"
+SALT_MEMBER = "salt"
 
 
 def make_folders(root: str, key: BlockKey) -> None:
@@ -24,24 +26,28 @@ def make_folders(root: str, key: BlockKey) -> None:
     for folder, file, member, text, cls in zip(
         key.folder,
         (NAMESPACE_FILE, SALT_FILE),
-        ("namespace", "salt"),
+        ("namespace", SALT_MEMBER),
         (key.namespace, key.salt),
         ("normal", None),
         strict=True,
     ):
         path = f"{path}/{folder}"
         _make_folder(path)
-        _spell_out(path, file, {member: text, "class": cls}, member)
+        spell_out(path, file, {member: text, "class": cls}, member)
     _make_folder(os.path.dirname(f"{root}/{key.path}"))  # noqa: PTH120
 
 
 def _make_folder(path: str) -> None:
-    with suppress(FileExistsError):
+    try:
         os.mkdir(path, 0o700)  # noqa: PTH102
         os.chmod(path, 0o700)  # noqa: PTH101
+    except FileExistsError:
+        if os.path.islink(path):  # noqa: PTH114
+            raise OSError(errno.ELOOP, "a symlink where a folder of the store belongs", path) from None
 
 
-def _spell_out(folder: str, file: str, content: dict[str, str | None], member: str) -> None:
+def spell_out(folder: str, file: str, content: dict[str, str | None], member: str) -> None:
+    """Write a JSON file unless it says this already. OSError."""
     path = Path(folder, file)
     with suppress(FileNotFoundError, ValueError, AttributeError):
         if json.loads(path.read_bytes()).get(member) == content[member]:

@@ -214,14 +214,16 @@ class Index:
             self._leaving_bytes -= self._leaving.pop(victim.entry, 0)
             return self._shelves.get(self.names.shelf(victim.entry), 0) == 0
 
-    def stays(self, victims: Sequence[Victim], *, pinned: bool = False) -> None:
-        """They could not be removed, or turned out to be pinned: back to their places."""
+    def stays(self, victims: Sequence[Victim], *, pinned: bool = False, young: bool = False) -> None:
+        """They could not be removed, or turned out to be pinned: back to their places, or (`young`) behind all others
+        of their class.
+        """
         with self._lock:
             for victim in reversed(victims):
                 self._leaving_bytes -= self._leaving.pop(victim.entry, 0)
                 if victim.entry not in self._slots:
                     cls = PIN if pinned else victim.cls
-                    self._insert(victim.entry, victim.nbytes, victim.used_ns, cls, old=True)
+                    self._insert(victim.entry, victim.nbytes, victim.used_ns, cls, old=not young)
 
     # -- the disk's own words
 
@@ -258,6 +260,11 @@ class Index:
                 covered = min(grown, self._writing[claimed])
                 self._writing[claimed] -= covered
                 self._reserved -= covered
+
+    def empty(self, number: int) -> bool:
+        """True if a folder (by its number) holds no block."""
+        with self._lock:
+            return not self.names.folders[number].blocks
 
     def extras(self) -> list[str]:
         """The paths of all those."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -31,9 +32,11 @@ class Remover:
         self._events = events
 
     def remove(self, victims: Sequence[Victim], *, even_pinned: bool = False) -> list[Victim]:
-        """Remove them in order, and say so; those that are gone. Stops at the first that the disk will not give up.
+        """Remove them in order, and say so; those that are gone.
 
-        A block that got mode 0400 since the scan is pinned: it stays. The victims that stay are in the index again.
+        A block that got mode 0400 since the scan is pinned: it stays. The victims that stay are in the index again:
+        in their places on a read-only disk, else as if just used, so that a damaged directory's do not stand in the
+        way of all others.
         """
         gone: list[Victim] = []
         for at, victim in enumerate(victims):
@@ -41,9 +44,11 @@ class Remover:
                 if self._unlink(victim, even_pinned):
                     gone.append(victim)
             except OSError as error:
-                log.warning("block store: cannot remove blocks: %s", error)
-                self._index.stays(victims[at:])
-                break
+                log.warning("block store: cannot remove a block: %s", error)
+                if error.errno == errno.EROFS:
+                    self._index.stays(victims[at:])
+                    break
+                self._index.stays([victim], young=True)
         self._announce(gone)
         return gone
 
@@ -61,7 +66,7 @@ class Remover:
                 return False
             os.unlink(path)  # noqa: PTH108
         if self._index.gone(victim):
-            self._surroundings.tidy(self._index.names.shelf_path(victim.entry))
+            self._surroundings.tidy(victim.entry)
         return True
 
     def _announce(self, victims: Sequence[Victim]) -> None:

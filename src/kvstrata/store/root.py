@@ -211,6 +211,8 @@ def _write_format(path: Path) -> None:
         raise _not_writable(path, error) from error
     try:
         if os.write(fd, text.encode()) == len(text):
+            # The one file that is: without its bytes after a power failure, no start would succeed.
+            os.fsync(fd)
             link_unnamed(fd, str(path / FORMAT_FILE))
     except OSError as error:
         if error.errno not in _NOT_THE_PATHS_FAULT:

@@ -107,13 +107,15 @@ class _Scan:
 
     def _namespace(self, ns: str) -> None:
         namespace, ns_cls = self._spelled(f"{ns}/{NAMESPACE_FILE}", "namespace", ns, namespace_folder)
+        if namespace is not None and ns_cls is not None:
+            self._names.namespace_classes[namespace] = ns_cls
         for entry in self._list(ns):
             path = f"{ns}/{entry.name}"
             if entry.is_dir(follow_symlinks=False) and _SALT_FOLDER.fullmatch(entry.name):
                 self._salt(path, namespace, ns_cls)
             else:
                 self._other(entry, path, ours=entry.name == NAMESPACE_FILE)
-        self._close_folder(ns, NAMESPACE_FILE)
+        self._close_folder(ns, NAMESPACE_FILE, keep=ns_cls not in (None, CLASSES.index("normal")))
 
     def _salt(self, path: str, namespace: str | None, ns_cls: int | None) -> None:
         salt, salt_cls = self._spelled(f"{path}/{SALT_FILE}", "salt", path[33:], salt_folder)
@@ -125,13 +127,12 @@ class _Scan:
                 self._other(entry, f"{path}/{entry.name}", ours=entry.name == SALT_FILE)
         if namespace is None or salt is None:
             namespace, salt = self._names_from_a_block(path, shelves)
-        rule = self._settings.class_of(namespace or "", salt or "")
-        by_rule = None if rule is None else CLASSES.index(rule)
+        by_rule = self._settings.class_number(namespace or "", salt or "")
         cls = next((cls for cls in (salt_cls, by_rule, ns_cls) if cls is not None), CLASSES.index("normal"))
         number = self._names.found(path, namespace, salt, cls)
         for shelf in shelves:
             self._shelf(number, path, shelf)
-        self._close_folder(path, SALT_FILE)
+        self._close_folder(path, SALT_FILE, keep=salt_cls is not None)
 
     def _shelf(self, number: int, folder: str, shelf: str) -> None:
         path, found, heads = f"{folder}/{shelf}", self.found, self._heads.setdefault(number, {})
@@ -168,7 +169,8 @@ class _Scan:
                         found.pinned.add(packed)
                 found.entries.append(packed)
                 found.sizes.append(size)
-                found.uses.append(min(status.st_mtime_ns, LATEST_NS))
+                # A use in the far future is none: taken at its word it would stop the clock, and never grow old.
+                found.uses.append(status.st_mtime_ns if status.st_mtime_ns < LATEST_NS else 0)
                 nbytes += size
         self._tell(_STEP)
         blocks = len(found.entries) - before
@@ -209,13 +211,19 @@ class _Scan:
         if not ours:
             self.found.foreign += size
         if entry.is_dir(follow_symlinks=False):
-            for inner in self._list(path):
-                self._other(inner, f"{path}/{inner.name}", ours=ours)
+            try:
+                for inner in self._list(path):
+                    self._other(inner, f"{path}/{inner.name}", ours=ours)
+            except PermissionError:
+                # lost+found is root's alone.
+                log.warning("block store: %s is closed to this user: what is in it is not counted", path)
 
-    def _close_folder(self, path: str, own_file: str) -> None:
-        """Remove one of our folders if nothing but its JSON file is left (nobody writes yet), else count it."""
+    def _close_folder(self, path: str, own_file: str, *, keep: bool) -> None:
+        """Remove one of our folders if nothing but its JSON file is left (nobody writes yet), else count it. `keep`:
+        somebody gave it a class, which outlives its blocks.
+        """
         full = Path(self._root, path)
-        if {entry.name for entry in self._list(path)} <= {own_file}:
+        if not keep and {entry.name for entry in self._list(path)} <= {own_file}:
             with contextlib.suppress(OSError):
                 (full / own_file).unlink(missing_ok=True)
                 self.found.extras.pop(f"{path}/{own_file}", None)

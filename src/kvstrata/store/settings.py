@@ -96,6 +96,11 @@ class StoreSettings:
         """The retention class of the first rule that matches, or None."""
         return next((rule.cls for rule in self.classes if rule.matches(namespace, salt)), None)
 
+    def class_number(self, namespace: str, salt: str) -> int | None:
+        """Its place in CLASSES."""
+        cls = self.class_of(namespace, salt)
+        return None if cls is None else CLASSES.index(cls)
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> StoreSettings:
         """Read the KV_STORE_* variables; StoreError names the one that is wrong or missing."""

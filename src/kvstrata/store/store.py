@@ -27,7 +27,7 @@ from kvstrata.store.recency import UseClock
 from kvstrata.store.removal import Remover
 from kvstrata.store.root import Root, open_root
 from kvstrata.store.scan import scan_root
-from kvstrata.store.settings import CLASSES, StoreSettings
+from kvstrata.store.settings import StoreSettings
 from kvstrata.store.stores import Storer
 from kvstrata.store.surroundings import Surroundings
 
@@ -56,7 +56,7 @@ class BlockStore:
             io = BlockIO(root.path, codec=settings.codec, direct=root.direct, clock=self._clock)
         except CodecError as error:
             raise StoreError(error.found, error.needed, error.fix) from error
-        self._names = Entries(lambda namespace, salt: CLASSES.index(settings.class_of(namespace, salt) or "normal"))
+        self._names = Entries(settings.class_number)
         self._index = Index(self._names)
         device = Device(root.path, settings.free_floor)
         around = Surroundings(root.path, self._index)
@@ -118,22 +118,22 @@ class BlockStore:
         """Which blocks are there; none while the disk is suspect."""
         if self._closed or self._health.suspect:
             return [False] * len(keys)
-        return self._index.contains([self._names.entry(key) for key in keys])
+        return self._index.contains([self._names.known(key) for key in keys])
 
     def contains_and_pin(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks are there; those get one more holder each, and stay until `unpin` (or until found corrupt)."""
         if self._closed or self._health.suspect:
             return [False] * len(keys)
-        return self._index.hold([self._names.entry(key) for key in keys])
+        return self._index.hold([self._names.known(key) for key in keys])
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """One holder less each."""
-        self._index.release([self._names.entry(key) for key in keys])
+        self._index.release([self._names.known(key) for key in keys])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """They were used elsewhere (an L1 hit): they age from now on. Unknown ones are ignored."""
         for key in keys:
-            self._keeper.touch(self._names.entry(key))
+            self._keeper.touch(self._names.known(key))
 
     def usage(self) -> Usage:
         """See Usage. Memory only."""
@@ -236,7 +236,8 @@ class BlockStore:
         if not all(buffer.c_contiguous for buffer in buffers):
             raise ValueError("found: a buffer with gaps; needed: contiguous ones")
         plain = [buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B") for buffer in buffers]
-        return Batch(list(keys), [self._names.entry(key) for key in keys], plain, deadline_s, kind, self._tell)
+        entry_of = self._names.entry if kind == STORE else self._names.known
+        return Batch(list(keys), [entry_of(key) for key in keys], plain, deadline_s, kind, self._tell)
 
     def _refused(self, batch: Batch, *, suspect: bool) -> bool:
         # Watched before the question: a close() in between either sees it there or is seen here.

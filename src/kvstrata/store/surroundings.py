@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from kvstrata.store.folders import NAMESPACE_FILE, SALT_FILE
+from kvstrata.store.entries import SaltFolder
+from kvstrata.store.folders import NAMESPACE_FILE, SALT_FILE, SALT_MEMBER, spell_out
 from kvstrata.store.index import Index
 from kvstrata.store.root import FORMAT_FILE, LOCK_FILE
 from kvstrata.store.scan import size_on_disk
@@ -47,8 +49,11 @@ class Surroundings:
             with self._looking:
                 self._index.measured(path, self._size(path))
 
-    def tidy(self, shelf: str) -> None:
-        """Directories of many salts would fill the disk: one without blocks goes. A writer makes it again."""
+    def tidy(self, entry: bytes) -> None:
+        """Directories of many salts would fill the disk: where an entry was its last block, its directory goes, and
+        its salt's folder. A writer makes them again.
+        """
+        shelf = self._index.names.shelf_path(entry)
         with self._looking, suppress(OSError):
             try:
                 os.rmdir(f"{self._root}/{shelf}")  # noqa: PTH106
@@ -56,6 +61,27 @@ class Surroundings:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                     raise
             self._index.measured(shelf, self._size(shelf))
+            number = self._index.names.shelf(entry) >> 8
+            if self._index.empty(number):
+                self._tidy_salt(self._index.names.folders[number])
+
+    def _tidy_salt(self, folder: SaltFolder) -> None:
+        """A salt's folder without directories, unless somebody gave it a class: that outlives its blocks."""
+        file = f"{folder.path}/{SALT_FILE}"
+        place, spelled = Path(self._root, folder.path), Path(self._root, file)
+        if folder.namespace is None or folder.salt is None or os.listdir(place) != [SALT_FILE]:  # noqa: PTH208
+            return
+        with suppress(ValueError, AttributeError):
+            if json.loads(spelled.read_bytes()).get("class") is not None:
+                return
+        spelled.unlink()
+        try:
+            place.rmdir()
+        except OSError:
+            # A writer was quicker: its blocks want the file back.
+            spell_out(str(place), SALT_FILE, {SALT_MEMBER: folder.salt, "class": None}, SALT_MEMBER)
+        for path in (folder.path, file):
+            self._index.measured(path, self._size(path))
 
     def _size(self, path: str) -> int:
         """Bytes on disk; 0 if there is nothing. OSError."""
