@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,40 @@ def test_foreign_files_and_folders_are_left_alone_and_counted(opened: Opened, ro
     assert all(stranger.read_bytes() == b"x" * 5000 for stranger in strangers)
     assert store.usage().blocks == 1
     assert books_are_right(store, root)
+
+
+def test_foreign_folders_may_be_deeper_than_python_recurses(opened: Opened, root: Path) -> None:
+    store = opened()
+    put(store, [1])
+    store.close()
+    deep = root
+    for _ in range(1500):
+        deep /= "d"
+        deep.mkdir()
+    try:
+        store = opened()
+    finally:
+        subprocess.run(["rm", "-rf", root / "d"], check=True)  # pytest's own clean-up recurses
+    assert outcomes(get(store, [1])) == {"hit"}
+
+
+def test_a_damaged_directory_costs_its_own_blocks_only(
+    opened: Opened, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, listed = opened(), os.scandir
+    put(store, range(4))
+    store.close()
+    bad = str(file_of(root, 1).parent)
+
+    def damaged(path: str) -> Iterator[os.DirEntry[str]]:
+        if str(path) == bad:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", damaged)
+    store = opened()
+    assert [str(result.outcome) for result in get(store, range(4))] == ["hit", "miss", "hit", "hit"]
+    assert file_of(root, 1).exists()
 
 
 def test_a_root_that_is_mostly_foreign_is_refused_before_anything_is_evicted(opened: Opened, root: Path) -> None:

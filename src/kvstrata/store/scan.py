@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -31,6 +32,7 @@ _JSON_LIMIT = 4 << 20
 _STEP = 10_000
 _PIN_MODE, _MODE = 0o400, 0o600
 _REGULAR = stat.S_IFREG | _MODE
+_DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +137,29 @@ class _Scan:
         self._close_folder(path, SALT_FILE, keep=salt_cls is not None)
 
     def _shelf(self, number: int, folder: str, shelf: str) -> None:
-        path, found, heads = f"{folder}/{shelf}", self.found, self._heads.setdefault(number, {})
-        before, nbytes = len(found.entries), 0
+        path, found, before = f"{folder}/{shelf}", self.found, len(self.found.entries)
+        nbytes = 0
+        try:
+            for size in self._blocks(number, path, shelf):
+                nbytes += size
+        except OSError as error:
+            # One bad sector must not cost the whole cache. What cannot be listed is not found, and not counted.
+            if error.errno not in _DAMAGED:
+                raise
+            log.error("block store: %s: %s. Its blocks are lost: check the disk (fsck)", path, error.strerror)
+        self._tell(_STEP)
+        blocks = len(found.entries) - before
+        if blocks:
+            found.shelves.append((self._names.shelf(found.entries[-1]), blocks, nbytes))
+        else:
+            with contextlib.suppress(OSError):
+                os.rmdir(f"{self._root}/{path}")  # noqa: PTH106
+                return
+        self._measure(path)
+
+    def _blocks(self, number: int, path: str, shelf: str) -> Iterator[int]:
+        """Take in the blocks of a directory; their sizes."""
+        found, heads = self.found, self._heads.setdefault(number, {})
         # The loop that runs 400,000 times: names are checked by taking them apart and putting them together again.
         with os.scandir(f"{self._root}/{path}") as entries:
             for entry in entries:
@@ -171,16 +194,7 @@ class _Scan:
                 found.sizes.append(size)
                 # A use in the far future is none: taken at its word it would stop the clock, and never grow old.
                 found.uses.append(status.st_mtime_ns if status.st_mtime_ns < LATEST_NS else 0)
-                nbytes += size
-        self._tell(_STEP)
-        blocks = len(found.entries) - before
-        if blocks:
-            found.shelves.append((self._names.shelf(found.entries[-1]), blocks, nbytes))
-        else:
-            with contextlib.suppress(OSError):
-                os.rmdir(f"{self._root}/{path}")  # noqa: PTH106
-                return
-        self._measure(path)
+                yield size
 
     def _entry(self, number: int, name: str, heads: dict[str, bytes]) -> bytes | None:
         """The entry of a name, taken apart with all care; remembers how entries with its ranks and groups begin."""
@@ -206,14 +220,17 @@ class _Scan:
 
     def _other(self, entry: os.DirEntry[str], path: str, *, ours: bool) -> None:
         """Something that is no block: it takes room, and it stays."""
-        size = size_on_disk(entry.stat(follow_symlinks=False))
-        self.found.extras[path] = size
-        if not ours:
-            self.found.foreign += size
-        if entry.is_dir(follow_symlinks=False):
+        waiting = [(entry, path)]
+        while waiting:
+            entry, path = waiting.pop()
+            size = size_on_disk(entry.stat(follow_symlinks=False))
+            self.found.extras[path] = size
+            if not ours:
+                self.found.foreign += size
+            if not entry.is_dir(follow_symlinks=False):
+                continue
             try:
-                for inner in self._list(path):
-                    self._other(inner, f"{path}/{inner.name}", ours=ours)
+                waiting += [(inner, f"{path}/{inner.name}") for inner in self._list(path)]
             except PermissionError:
                 # lost+found is root's alone.
                 log.warning("block store: %s is closed to this user: what is in it is not counted", path)
