@@ -138,10 +138,8 @@ class _Scan:
 
     def _shelf(self, number: int, folder: str, shelf: str) -> None:
         path, found, before = f"{folder}/{shelf}", self.found, len(self.found.entries)
-        nbytes = 0
         try:
-            for size in self._blocks(number, path, shelf):
-                nbytes += size
+            self._blocks(number, path, shelf)
         except OSError as error:
             # One bad sector must not cost the whole cache. What cannot be listed is not found, and not counted.
             if error.errno not in _DAMAGED:
@@ -150,15 +148,15 @@ class _Scan:
         self._tell(_STEP)
         blocks = len(found.entries) - before
         if blocks:
-            found.shelves.append((self._names.shelf(found.entries[-1]), blocks, nbytes))
+            found.shelves.append((self._names.shelf(found.entries[-1]), blocks, sum(found.sizes[before:])))
         else:
             with contextlib.suppress(OSError):
                 os.rmdir(f"{self._root}/{path}")  # noqa: PTH106
                 return
         self._measure(path)
 
-    def _blocks(self, number: int, path: str, shelf: str) -> Iterator[int]:
-        """Take in the blocks of a directory; their sizes."""
+    def _blocks(self, number: int, path: str, shelf: str) -> None:
+        """Take in the blocks of a directory."""
         found, heads = self.found, self._heads.setdefault(number, {})
         # The loop that runs 400,000 times: names are checked by taking them apart and putting them together again.
         with os.scandir(f"{self._root}/{path}") as entries:
@@ -194,7 +192,6 @@ class _Scan:
                 found.sizes.append(size)
                 # A use in the far future is none: taken at its word it would stop the clock, and never grow old.
                 found.uses.append(status.st_mtime_ns if status.st_mtime_ns < LATEST_NS else 0)
-                yield size
 
     def _entry(self, number: int, name: str, heads: dict[str, bytes]) -> bytes | None:
         """The entry of a name, taken apart with all care; remembers how entries with its ranks and groups begin."""
