@@ -35,6 +35,8 @@ __all__ = ["BlockInfo", "BlockStore", "Outcome", "Result", "StoreError", "Usage"
 
 # A root that is mostly something else is no store: to hold the cap, its blocks would have to go.
 _FOREIGN_SHARE = 0.1
+# Bytes a second: a big load gets this much longer. A disk that is slower than that is no gain over computing.
+_SLOWEST_USEFUL = 512 << 20
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +187,9 @@ class BlockStore:
         """
         if any(buffer.readonly for buffer in buffers):
             raise ValueError("found: a read-only buffer; needed: writable ones")
-        batch = self._batch(keys, buffers, self._settings.load_deadline_s if deadline_s is None else deadline_s, LOAD)
+        if deadline_s is None:
+            deadline_s = self._settings.load_deadline_s + sum(map(len, buffers)) / _SLOWEST_USEFUL
+        batch = self._batch(keys, buffers, deadline_s, LOAD)
         if self._refused(batch, suspect=self._health.suspect):
             return batch.future
         there = self._index.hold(batch.entries)
