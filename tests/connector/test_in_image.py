@@ -1,44 +1,25 @@
-"""Runs the `inside_*.py` tests in the image that the stack uses: real LMCache, no server, no model."""
+"""The guard's `inside_*.py` tests, in the image that the stack uses."""
 
 from __future__ import annotations
 
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
-
-from kvstrata.deploy import engine, images, settings
-from kvstrata.deploy.steps import Steps
+from tests import in_image
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-# pytest is pure Python: the project's own copy serves the image's interpreter. Appended, so that it hides nothing.
-RUN = (
-    "import sys; sys.path.append('/site'); import pytest; "
-    "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-o', 'addopts=', '--rootdir', '/tests', sys.argv[1]]))"
-)
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> str:
-    engine.ensure(True, Steps())
-    environ = {"KV_DEVICE": "cpu", "KV_IMAGE_SOURCE": "build"}
-    return images.ensure(settings.load(ROOT, environ=environ), Steps()).vllm
+def image() -> str:
+    return in_image.build()
 
 
 def run(image: str, name: str, *env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            "docker", "run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--user", "10001:10001",
-            "-v", f"{HERE}:/tests:ro", "-v", f"{sysconfig.get_paths()['purelib']}:/site:ro",
-            "-e", "LMCACHE_TRACK_USAGE=false", *(f"-e{item}" for item in env),
-            "--entrypoint", "python3", image, "-B", "-c", RUN, f"/tests/{name}",
-        ],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    return in_image.run(image, HERE, f"/tests/{name}", env=env)
 
 
 def test_half_written_blocks_are_never_served(image: str) -> None:

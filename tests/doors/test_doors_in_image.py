@@ -1,33 +1,26 @@
-"""Runs the `inside_*.py` tests in the image that the stack uses: real LMCache, no server, no model."""
+"""The adapter's `inside_*.py` tests, in the image that the stack uses."""
 
 from __future__ import annotations
 
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
-
-from kvstrata.deploy import engine, images, settings
-from kvstrata.deploy.steps import Steps
+from tests import in_image
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-# pytest is pure Python: the project's own copy serves the image's interpreter. Appended, so that it hides nothing.
-RUN = (
-    "import sys; sys.path.append('/site'); import pytest; "
-    "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-o', 'addopts=', '--basetemp', '/cache/t', "
-    "'--rootdir', '/tests', *sys.argv[1:]]))"
-)
+#: As compose runs the cache server: no capabilities, no root, its shared memory, /cache from the host.
+SERVER = (
+    "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true", "--init", "--shm-size", "256m",
+    "-e", "HOME=/tmp", "-e", "NUMBA_CACHE_DIR=/tmp/numba",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> str:
-    engine.ensure(True, Steps())
-    environ = {"KV_DEVICE": "cpu", "KV_IMAGE_SOURCE": "build"}
-    return images.ensure(settings.load(ROOT, environ=environ), Steps()).vllm
+def image() -> str:
+    return in_image.build()
 
 
 @pytest.fixture
@@ -40,17 +33,8 @@ def disk(tmp_path: Path) -> Path:
 
 
 def run(image: str, disk: Path, *args: str, env: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """As compose runs the cache server: read-only, no capabilities, no root, /cache from the host."""
-    return subprocess.run(
-        [
-            "docker", "run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--user", "10001:10001",
-            "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true", "--init", "--shm-size", "256m",
-            "-v", f"{HERE}:/tests:ro", "-v", f"{sysconfig.get_paths()['purelib']}:/site:ro", "-v", f"{disk}:/cache",
-            "-e", "LMCACHE_TRACK_USAGE=false", "-e", "HOME=/tmp", "-e", "NUMBA_CACHE_DIR=/tmp/numba",
-            *(f"-e{item}" for item in env), "--entrypoint", "python3", image, "-B", "-c", RUN, *args,
-        ],
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    docker = (*SERVER, "-v", f"{disk}:/cache")
+    return in_image.run(image, HERE, "--basetemp", "/cache/t", *args, docker=docker, env=env)
 
 
 @pytest.mark.parametrize("name", ["inside_conformance.py", "inside_manager.py"])
