@@ -35,12 +35,13 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.mp_observability.event import Event, EventType
 
 from kvstrata.doors.l2_keys import block_keys, object_key
+from kvstrata.doors.l2_objects import buffers_of, itemsize_of
 from kvstrata.doors.l2_pins import Pins
 from kvstrata.doors.l2_tasks import Completions
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.metrics import StoreMetrics
 from kvstrata.store.settings import StoreSettings
-from kvstrata.store.store import BlockStore, Outcome, Result
+from kvstrata.store.store import BlockStore, Outcome, Result, Usage
 
 __all__ = ["KvstrataL2Adapter"]
 
@@ -104,8 +105,8 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """One flag a batch: true when each block lies in the store, whoever wrote it."""
         task = next(self._tasks)
         try:
-            buffers = _buffers(keys, objects)
-            future = self._store.put(block_keys(keys), buffers, itemsize=_itemsize(objects))
+            buffers = buffers_of(keys, objects)
+            future = self._store.put(block_keys(keys), buffers, itemsize=itemsize_of(objects))
         except Exception:
             logger.exception("kvstrata: a store of %d blocks was not taken", len(keys))
             self._store_done.deposit(task, L2StoreResult(False, 0))
@@ -161,7 +162,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """A block that is missing, damaged or late is a cleared bit, and its buffer is not to be used."""
         task = next(self._tasks)
         try:
-            future = self._store.get_into(block_keys(keys), _buffers(keys, objects))
+            future = self._store.get_into(block_keys(keys), buffers_of(keys, objects))
         except Exception:
             logger.exception("kvstrata: a load of %d blocks was not taken and counts as a miss", len(keys))
             self._load_done.deposit(task, Bitmap(len(keys)))
@@ -212,16 +213,10 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _seed_accounts(self) -> None:
         """The base class counts what is announced; what lay on disk before was announced by an earlier process."""
-        used = self._by_salt()
+        used = _by_salt(self._store.usage())
         with self._usage_lock:
             self._bytes_by_cache_salt = dict(used)
             self._total_bytes_used = sum(used.values())
-
-    def _by_salt(self) -> dict[str, int]:
-        used: dict[str, int] = {}
-        for (_, salt), (_, size) in self._store.usage().by_namespace.items():
-            used[salt] = used.get(salt, 0) + size
-        return used
 
     # -- management ---------------------------------------------------------------------------------------------
 
@@ -259,7 +254,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return AdapterUsage(
             total_bytes_used=usage.used,
             total_capacity_bytes=usage.capacity,
-            bytes_by_cache_salt=MappingProxyType(self._by_salt()),
+            bytes_by_cache_salt=MappingProxyType(_by_salt(usage)),
         )
 
     def report_status(self) -> dict[str, Any]:
@@ -336,17 +331,11 @@ def _progress(blocks: int) -> None:
     logger.info("kvstrata: scanning, %d blocks so far", blocks)
 
 
-def _buffers(keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[memoryview]:
-    """L1's own memory, byte by byte, without its padding. The views stay valid as long as the task is not reported."""
-    if len(keys) != len(objects):
-        raise ValueError(f"{len(keys)} keys and {len(objects)} objects")
-    return [memoryview(item.byte_array).cast("B") for item in objects]
-
-
-def _itemsize(objects: Sequence[MemoryObj]) -> int:
-    """Bytes of one KV element: what the byte shuffle of a codec goes by. All objects of a batch are of one layout."""
-    dtype = objects[0].get_dtype() if objects else None
-    return int(dtype.itemsize) if dtype is not None else 1
+def _by_salt(usage: Usage) -> dict[str, int]:
+    used: dict[str, int] = {}
+    for (_, salt), (_, size) in usage.by_namespace.items():
+        used[salt] = used.get(salt, 0) + size
+    return used
 
 
 def _results(done: Future[list[Result]], count: int) -> list[Result]:
