@@ -186,7 +186,7 @@ def test_a_document_says_nothing_wrong(path: Path, check: Check) -> None:
         (broken_links, "[a](README.md) [b](docs/nowhere.md)", "docs/nowhere.md"),
         (broken_links, "# There\n[a](#there) [b](#not-there)", "#not-there"),
         (broken_links, "[b](docs/operations.md#not-there)", "docs/operations.md#not-there"),
-        (machine_paths, "see ../work/x and " + "/work" + "/main/x", "/work" + "/main/x"),
+        (machine_paths, "see ../home/x and " + "/home" + "/me/x", "/home" + "/me/x"),
         (messages_that_nothing_says, "| it says | x |\n|---|---|\n| `is in use`, `is in disuse` | y |", "is in disuse"),
     ],
 )
