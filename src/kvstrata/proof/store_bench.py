@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvstrata.deploy import images, model
+from kvstrata.deploy import demo_model, images, model, turn, up
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.host import existing_parent
 from kvstrata.deploy.settings import Settings
@@ -43,12 +43,13 @@ def run(
     plot: Path | None, seed: int, console: Console,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure, show, write. Raises KvError where there is no room, or no image to run in."""
+    settings, image = _stack(settings, root)
     place = folder or existing_parent(settings.cache_dir)
     if not os.access(place, os.W_OK):
         raise KvError(f"{place} cannot be written", "a folder on the disk of the cache", "--dir FOLDER")
     work = Path(tempfile.mkdtemp(prefix=".kvstrata-bench-", dir=place))
     try:
-        found = figures(settings, root, work, options(settings, root, work, quick=quick, seed=seed), quick, console)
+        found = figures(image, root, work, options(settings, root, work, quick=quick, seed=seed), quick, console)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     store_bench_show.render(found, console)
@@ -81,14 +82,14 @@ def options(settings: Settings, root: Path, work: Path, *, quick: bool, seed: in
 
 
 def figures(
-    settings: Settings, root: Path, work: Path, wanted: Options, quick: bool, console: Console
+    image: str, root: Path, work: Path, wanted: Options, quick: bool, console: Console
 ) -> dict[str, Any]:
-    """The JSON of the whole run. `work` is on the disk that is measured."""
+    """The JSON of the whole run. `work` is on the disk that is measured; `image` has LMCache, "": run right here."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
-    inside = _runner(settings, root, say)
+    inside = _runner(image, root, say)
     found = inside(replace(wanted, pages=0), work, 0)
     if wanted.pages:
         asked = inside(replace(wanted, phases=(), blocks={1: 1}), work, _PAGES_MEMORY)
@@ -103,12 +104,27 @@ Runner = Callable[[Options, Path, int], dict[str, Any]]
 """(options, folder, memory limit in bytes or 0) -> figures."""
 
 
-def _runner(settings: Settings, root: Path, say: Say) -> Runner:
-    """Here where lmcache is, or where no image is to be had because nobody set up an engine; else in the image."""
-    if importlib.util.find_spec("lmcache") is not None or shutil.which("docker") is None:
+def _runner(image: str, root: Path, say: Say) -> Runner:
+    if not image:
         return lambda wanted, work, memory: _here(wanted, work, say)
-    image = images.ensure(settings, Steps()).lmcache
     return lambda wanted, work, memory: _in_image(image, root, wanted, work, memory, say)
+
+
+def _stack(settings: Settings, root: Path) -> tuple[Settings, str]:
+    """Settings, and the image to run in with the model made; "" where lmcache is right here, or nobody set up an engine.
+
+    On a checkout that never saw `up`, its first steps: .env, device, images, demo model.
+    """
+    if importlib.util.find_spec("lmcache") is not None or shutil.which("docker") is None:
+        return settings, ""
+    steps = Steps()
+    with turn.take(root, "bench store"):
+        current = up.prepare(root, steps)
+        found = images.ensure(current, steps)
+        chosen = model.resolve(current, root, must_exist=False)
+        if chosen.is_demo:
+            demo_model.ensure(current, chosen, found.vllm, steps)
+    return current, found.lmcache
 
 
 def _here(wanted: Options, work: Path, say: Say) -> dict[str, Any]:
