@@ -62,7 +62,7 @@ def description() -> Json:
         "security": [{"bearer": []}],
         "components": {
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
-            "schemas": {"Problem": _object(error={"type": "string"}, message={"type": "string"})},
+            "schemas": {"Problem": _schema({"error": {"type": "string"}, "message": {"type": "string"}})},
         },
         "paths": {**_blocks(), **_figures(), **_forks(), **_pages()},
     }
@@ -109,7 +109,9 @@ def _blocks() -> Json:
 
 def _figures() -> Json:
     version = _json(tracking={"type": "boolean"}, version=_COUNT)
-    stats = _json(**dict.fromkeys(_STATS, _COUNT), hit_rate={"type": "number", "minimum": 0, "maximum": 1}, tiers=_TIER)
+    figures: Json = dict.fromkeys(_STATS, _COUNT)
+    figures |= {"hit_rate": {"type": "number", "minimum": 0, "maximum": 1}, "tiers": _TIER}
+    stats = _answer("Done.", {"application/json": {"schema": _schema(figures)}})
     return {
         "/kv/stats": {"get": _operation("What is kept, and how it was used", {200: stats})},
         "/kv/version": {"get": _operation("The tenant's data version", {200: version})},
@@ -198,16 +200,16 @@ def _answer(text: str, content: Json | None = None, headers: dict[str, str] | No
     return made
 
 
-def _object(required: list[str] | None = None, **fields: Json) -> Json:
+def _schema(fields: Json, required: list[str] | None = None) -> Json:
     return {"type": "object", "properties": fields, "required": list(fields) if required is None else required}
 
 
 def _json(**fields: Json) -> Json:
-    return _answer("Done.", {"application/json": {"schema": _object(**fields)}})
+    return _answer("Done.", {"application/json": {"schema": _schema(fields)}})
 
 
 def _json_body(required: list[str], **fields: Json) -> Json:
-    return {"application/json": {"schema": _object(required, **fields)}}
+    return {"application/json": {"schema": _schema(fields, required)}}
 
 
 def _header(name: str, text: str) -> Json:
