@@ -28,8 +28,14 @@ class Answer(NamedTuple):
 class Wire:
     """A connection to the engine's HTTP port; a context manager."""
 
-    def __init__(self, address: tuple[str, int], token: str = "", timeout_s: float = 20.0) -> None:
-        self.sock = socket.create_connection(address, timeout=timeout_s)
+    def __init__(
+        self, address: tuple[str, int], token: str = "", timeout_s: float = 20.0, receive_buffer: int = 0
+    ) -> None:
+        self.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        if receive_buffer:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.sock.settimeout(timeout_s)
+        self.sock.connect(address)
         self.buffer = b""
         self._token = token
 

@@ -39,11 +39,12 @@ class Connection:
         tls: whether `sock` encrypts (then there is no sendfile).
         buffered: bytes that have arrived and that the handler has not consumed; it deletes what it took.
         state: the handler's own, kept between its calls.
+        midway: set by a handler that parks in the middle of a request with nothing in `buffered`: the deadline goes on.
         expired: the deadline has passed; reading is shut down already, a short answer may still be sent.
     """
 
     __slots__ = (
-        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "parked", "peer", "sock",
+        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "midway", "parked", "peer", "sock",
         "state", "stopping", "tls",
     )  # fmt: skip
 
@@ -58,6 +59,7 @@ class Connection:
         self.deadline: float | None = None
         self.expired = False
         self.parked = False
+        self.midway = False
         self.hurry = False
         self.stopping = False
         self._streak = 0
