@@ -81,6 +81,10 @@ class EngineProcess:
         """Bytes of memory now."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
+    def threads(self) -> int:
+        """How many it has."""
+        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+
     def peak_rss(self) -> int:
         """Bytes of memory at most, since the start."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()

@@ -44,8 +44,8 @@ class Connection:
     """
 
     __slots__ = (
-        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "midway", "parked", "peer", "sock",
-        "state", "stopping", "tls",
+        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "midway", "parked",
+        "peer", "sock", "state", "stopping", "tls",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
