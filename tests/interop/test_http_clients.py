@@ -18,7 +18,7 @@ from epistemic_graph.kvcache import KvCacheConfig, RemoteKVConnector, RemoteKVL2
 from tests.engine.process import TOKENS, WRITER, EngineProcess
 
 KEYS = [
-    "plain", "model@1@0@abcdef", "a/b/c", "a b", "50%", "a%2Fb", "?q=1#f", "k" * 2000, "ключ", "..", "a+b",
+    "plain", "model@1@0@abcdef", "a/b/c", "a b", "50%", "a%2Fb", "?q=1#f", "k" * 2000, "ключ", "a+b",
     '"<>\\^`{|}',
 ]  # fmt: skip
 
@@ -136,9 +136,10 @@ def test_curl_sends_a_pipe_in_chunks(engine: EngineProcess, tmp_path: Path) -> N
 
 
 def test_the_server_keeps_to_its_own_description(engine: EngineProcess, tmp_path: Path) -> None:
+    tool, limits = Path(sys.executable).parent / "schemathesis", Path(__file__).parent / "schemathesis.toml"
     command = [
-        Path(sys.executable).parent / "schemathesis", "--config-file", Path(__file__).parent / "schemathesis.toml",
-        "run",        f"{engine.url}/openapi.json", "-H", f"Authorization: Bearer {WRITER}", "--seed", "5", "-n", "25", "-c", "all",
+        tool, "--config-file", limits, "run", f"{engine.url}/openapi.json", "-H", f"Authorization: Bearer {WRITER}",
+        "--seed", "5", "-n", "25", "-c", "all",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-8000:]
