@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvstrata import store_cli
+from kvstrata import engine_cli, store_cli
 from kvstrata.deploy import envfile, images, lock, settings, status, turn, up
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.errors import KvError
@@ -44,6 +44,7 @@ def _settings() -> settings.Settings:
 
 
 app.add_typer(store_cli.make_app(_settings), name="store")
+app.add_typer(engine_cli.make_app(), name="engine")
 
 
 def _print_json(data: Any) -> None:

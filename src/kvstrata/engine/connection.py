@@ -69,6 +69,19 @@ class Connection:
         """From now on this much time is left, for all that follows, until the next call. None: no deadline."""
         self.deadline = None if seconds is None else time.monotonic() + seconds
 
+    def wait(self) -> None:
+        """Append to `buffered` what comes next. Raises Cut when the peer closes or the deadline passes before."""
+        while True:
+            try:
+                data = self.sock.recv(_CHUNK)
+            except BlockingIOError:
+                data = None
+            if data == b"" or self.expired:
+                raise Cut
+            if data:
+                self.buffered += data
+                return
+
     def fill(self) -> int:
         """Append what has arrived to `buffered`, after a short wait. Returns how much; 0 when the peer has closed.
 
