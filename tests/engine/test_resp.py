@@ -147,7 +147,9 @@ def test_a_key_has_1_to_4096_bytes(client: Client, key: bytes) -> None:
 
 def test_a_pipeline_is_answered_in_order(client: Client) -> None:
     big = value(2 * MIB)
-    client.send(("SET", "a", big), ("GET", "a"), ("NOPE",), ("SET", "b", "1"), ("MGET", "a", "b"), ("PING",), ("GET", "c"))
+    client.send(
+        ("SET", "a", big), ("GET", "a"), ("NOPE",), ("SET", "b", "1"), ("MGET", "a", "b"), ("PING",), ("GET", "c")
+    )
     assert [client.reply() for _ in range(7)] == [
         "OK", big, "ERR unknown command 'NOPE'", "OK", [big, b"1"], "PONG", NIL,
     ]  # fmt: skip
@@ -184,7 +186,8 @@ def test_resp3_is_spoken_when_asked_for(client: Client) -> None:
 def test_what_is_not_there_is_an_error_and_the_connection_stays_in_step(client: Client) -> None:
     for words in (("FLUSHALL",), ("LPUSH", "k", value(3 * MIB)), ("MULTI",), ("GET",), ("GET", "a", "b"), ("SET", "k"),
                   ("GET", value(3 * MIB)), ("SELECT", 1), ("CLIENT", "KILL", "x"), ("CONFIG", "SET", "save", "1"),
-                  ("COMMAND", "NOPE"), ("SCAN", "x"), ("SCAN", "0", "COUNT"), ("ECHO",), ("SET", value(MIB), "v")):  # fmt: skip
+                  ("COMMAND", "NOPE"), ("SCAN", "x"), ("SCAN", "0", "COUNT"), ("ECHO",),
+                  ("SET", value(MIB), "v")):  # fmt: skip
         assert isinstance(client(*words), Failure), words
         assert client("PING", "still here") == b"still here"
     assert client("DBSIZE") == 0
@@ -211,7 +214,8 @@ def test_small_talk(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"*x\r\n", b"*1\r\n$-5\r\n", b"*1\r\n+OK\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$99999999\r\n", b"\0" * 20_000]
+    "data",
+    [b"*x\r\n", b"*1\r\n$-5\r\n", b"*1\r\n+OK\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$99999999\r\n", b"\0" * 20_000],
 )  # fmt: skip
 def test_bytes_that_are_no_resp_end_the_connection_after_what_came_before_is_answered(
     client: Client, data: bytes
@@ -299,7 +303,9 @@ def test_a_token_that_was_taken_away_ends_on_open_connections_too(tmp_path: Path
 
 
 def blocks(root: Path, least: int) -> list[Path]:
-    return [path for path in root.rglob("*") if path.is_file() and path.stat().st_size > least and "sqlite" not in path.name]
+    return [
+        path for path in root.rglob("*") if path.is_file() and path.stat().st_size > least and "sqlite" not in path.name
+    ]
 
 
 def spoil(path: Path, at: int) -> None:
