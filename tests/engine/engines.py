@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstrata.engine.content import Engine
@@ -30,3 +33,16 @@ def get(engine: Engine, key: bytes, tenant: str = "a") -> bytes | None:
         return None
     with block:
         return b"".join(bytes(piece) for piece in block.pieces())
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for what happens by itself."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def block_files(folder: Path) -> list[Path]:
+    """The blocks below a folder, whose directories may go while we look."""
+    return [Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".0.0")]
