@@ -160,7 +160,7 @@ def _raise_file_limit(wanted: int) -> None:
 def main() -> int:
     """Serve until SIGTERM or Ctrl-C. Exit code 2 where a setting is refused."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    disable_created_metrics()  # a time stamp beside every counter, which nobody asks for
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every counter, which nobody asks for
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -183,7 +183,8 @@ class _Steps:
     def _moved(self) -> str:
         before, after = self._report.before, _stats(self._client, self._report.url)
         self._report.after = after
-        shown, still = [], []
+        shown: list[str] = []
+        still: list[str] = []
         for name, least in _MOVES.items():
             if name in before:
                 moved = after[name] - before[name]

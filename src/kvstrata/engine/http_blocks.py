@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from kvstrata.engine.block import Block
 from kvstrata.engine.connection import Cut
-from kvstrata.engine.content import Block, Engine
+from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Corrupt
 from kvstrata.engine.http_body import Bodies
 from kvstrata.engine.http_reply import BINARY, Problem
@@ -34,12 +35,12 @@ class Blocks:
             send_block(request, block, self._bodies)
 
     def head(self, request: Request, segment: bytes) -> None:
-        """How many there are. Does not count as a hit or a miss."""
-        block = self._engine.open_block(request.grant.tenant, request.key(segment), count=False)
-        if block is None:
+        """How many there are. Does not count as a hit or a miss; memory only."""
+        tenant, key = request.grant.tenant, request.key(segment)
+        size, digest = self._engine.size(tenant, key), self._engine.digest(tenant, key)
+        if size is None or digest is None:
             raise _missing()
-        with block:
-            request.answer_head(block.size, _etag(block))
+        request.answer_head(size, _tag_lines(_tag(digest)))
 
     def put(self, request: Request, segment: bytes) -> None:
         """Store it; 201 if it is new, 200 if the key was there: the first value stays."""
@@ -49,17 +50,19 @@ class Blocks:
         version = _version(request)
         size = self._bodies.announced(request.head, self._max_value)
         if size == 0:
-            raise Problem(400, "Empty", "a block has at least one byte")
+            raise _empty()
+        if version is not None and version < (current := self._engine.version(tenant)):
+            raise Problem(409, "StaleVersion", f"data version {version}; the current one is {current}")
         connection, head = request.connection, request.head
         if self._engine.present(tenant, key):
             self._bodies.skipped(connection, head, self._max_value)
-            new = False
+            new, digest = False, self._engine.digest(tenant, key)
         else:
             with self._bodies.received(connection, head, self._max_value) as body:
                 if not body:
-                    raise Problem(400, "Empty", "a block has at least one byte")
-                new = self._engine.put(tenant, key, body, version=version).new
-        request.answer(201 if new else 200)
+                    raise _empty()
+                new, digest = self._engine.put(tenant, key, body, version=version)
+        request.answer(201 if new else 200, headers=_tag_lines(_tag(digest)) if digest else b"")
 
     def delete(self, request: Request, segment: bytes) -> None:
         """Forget the key."""
@@ -79,8 +82,8 @@ def send_block(request: Request, block: Block, bodies: Bodies) -> None:
     """Answer GET with a block: 200, 206 for a range, 304 if the client has it, 404 if it turns out to be damaged."""
     headers = request.head.headers
     size = block.size
-    tag = b'"%b"' % block.digest.encode()
-    lines = b"ETag: %b\r\nAccept-Ranges: bytes\r\n" % tag
+    tag = _tag(block.digest)
+    lines = _tag_lines(tag)
     if _matches(headers.get(b"if-none-match"), tag):
         request.answer(304, headers=lines)
         return
@@ -135,12 +138,20 @@ def _version(request: Request) -> int | None:
     return int(text)
 
 
+def _empty() -> Problem:
+    return Problem(400, "Empty", "a block has at least one byte: an empty one could not be told from a lost one")
+
+
 def _missing() -> Problem:
     return Problem(404, "NoSuchBlock", "no block has this key")
 
 
-def _etag(block: Block) -> bytes:
-    return b'ETag: "%b"\r\nAccept-Ranges: bytes\r\n' % block.digest.encode()
+def _tag(digest: str) -> bytes:
+    return b'"%b"' % digest.encode()
+
+
+def _tag_lines(tag: bytes) -> bytes:
+    return b"ETag: %b\r\nAccept-Ranges: bytes\r\n" % tag
 
 
 def shown(key: bytes) -> str:
