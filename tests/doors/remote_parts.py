@@ -18,7 +18,7 @@ from typing import Any
 
 from kvstrata.doors.l2_remote import KvstrataRemote
 
-TOKEN = "a-token-of-the-tests"  # noqa: S105
+TOKEN = "a-token-of-the-tests"
 ANSWER_S = 20.0
 
 

@@ -1,4 +1,4 @@
-"""Path A's client against real servers of /kv, over a wire that is spoilt in every way. No LMCache: inside_remote.py."""
+"""Path A's client against real servers of /kv, over a wire that is spoilt in every way. (LMCache: inside_remote.py.)"""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_many_tasks_at_once_are_each_answered_rightly(server: Process, keys: lis
     blocks = [block(key) for key in keys]
     with driver(server.port, KV_REMOTE_CONNECTIONS="8") as asked:
         assert asked.put(keys, blocks)
-        wanted = [random.Random(n).sample(range(6), 4) for n in range(60)]  # noqa: S311
+        wanted = [random.Random(n).sample(range(6), 4) for n in range(60)]
         buffers = [[bytearray(300_000) for _ in few] for few in wanted]
         futures = [
             asked.client.submit_batch_get([keys[i] for i in few], [memoryview(b) for b in into])
@@ -237,7 +237,7 @@ def test_lists_that_differ_in_length_are_answered(asked: Driver, keys: list[str]
     ],
 )
 def test_a_setting_that_cannot_work_says_how_to_mend_it(env: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match="found: .*needed: .*to fix it: ") as failed:
+    with pytest.raises(ValueError, match=r"found: .*needed: .*to fix it: ") as failed:
         KvstrataRemote(env=env)
     assert said in str(failed.value)
 

@@ -21,10 +21,11 @@ from kvstrata.doors import remote_frame
 from kvstrata.doors.remote_settings import RemoteError, RemoteSettings
 from kvstrata.store.checksum import crc32
 
-__all__ = ["Corrupt", "Down", "Refused", "Wire", "key_path"]
+__all__ = ["PREFIX", "Corrupt", "Down", "Refused", "Wire", "key_path"]
 
 _PIECE = 1 << 20  # a piece is checked while it is still in the processor's cache
 _SMALL = 64 << 10
+PREFIX = "framed@"
 _NO_BATCH = (400, 404, 405, 501)
 
 
@@ -45,8 +46,12 @@ class Corrupt(Exception):
 
 
 def key_path(key: str) -> str:
-    """Path segment of `key`: one for each key, and the same whether the server decodes percent signs or not."""
-    return quote(key, safe="@")
+    """Path segment of `key`: one for each key, and the same whether the server decodes percent signs or not.
+
+    The prefix keeps framed values out of the names that LMCache's own RESP client uses for bare ones: it loses step
+    with its connection at a value of another size.
+    """
+    return quote(PREFIX + key, safe="@")
 
 
 class Wire:
@@ -109,7 +114,7 @@ class Wire:
         """One call for all, which also asks the engine to keep what it has for a while. None: it has no such call."""
         if not self._has_batch:
             return None
-        body = json.dumps({"keys": list(keys), "lease_s": self._settings.lease_s}).encode()
+        body = json.dumps({"keys": [PREFIX + key for key in keys], "lease_s": self._settings.lease_s}).encode()
         response = self._call("POST", "batch/exists", deadline, body)
         if response.status in _NO_BATCH:
             self._finish(response)
