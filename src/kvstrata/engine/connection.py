@@ -39,12 +39,13 @@ class Connection:
         tls: whether `sock` encrypts (then there is no sendfile).
         buffered: bytes that have arrived and that the handler has not consumed; it deletes what it took.
         state: the handler's own, kept between its calls.
+        midway: set by a handler that parks in the middle of a request with nothing in `buffered`: the deadline goes on.
         expired: the deadline has passed; reading is shut down already, a short answer may still be sent.
     """
 
     __slots__ = (
-        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "parked", "peer", "sock",
-        "state", "stopping", "tls",
+        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "midway", "parked",
+        "peer", "sock", "state", "stopping", "tls",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
@@ -58,6 +59,7 @@ class Connection:
         self.deadline: float | None = None
         self.expired = False
         self.parked = False
+        self.midway = False
         self.hurry = False
         self.stopping = False
         self._streak = 0
@@ -68,6 +70,19 @@ class Connection:
     def until(self, seconds: float | None) -> None:
         """From now on this much time is left, for all that follows, until the next call. None: no deadline."""
         self.deadline = None if seconds is None else time.monotonic() + seconds
+
+    def wait(self) -> None:
+        """Append to `buffered` what comes next. Raises Cut when the peer closes or the deadline passes before."""
+        while True:
+            try:
+                data = self.sock.recv(_CHUNK)
+            except BlockingIOError:
+                data = None
+            if data == b"" or self.expired:
+                raise Cut
+            if data:
+                self.buffered += data
+                return
 
     def fill(self) -> int:
         """Append what has arrived to `buffered`, after a short wait. Returns how much; 0 when the peer has closed.

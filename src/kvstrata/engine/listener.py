@@ -311,7 +311,7 @@ class Listener:
     def _take_back(self, connection: Connection, keep: bool) -> None:
         """Park or close, with the lock held."""
         if keep and not self._done:
-            if not connection.buffered and not connection.handshaking:
+            if not (connection.buffered or connection.midway or connection.handshaking):
                 connection.until(self._idle_s)
             connection.parked = True
             try:
