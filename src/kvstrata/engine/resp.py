@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvstrata.engine import resp_commands as data
+from kvstrata.engine import resp_lmcache
 from kvstrata.engine import resp_manners as manners
 from kvstrata.engine.auth import Tokens
 from kvstrata.engine.buffers import Budget
 from kvstrata.engine.connection import Connection, NotYet
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Corrupt, EngineError, Full, TooLarge
+from kvstrata.engine.resp_lmcache import Unfit
 from kvstrata.engine.resp_parse import Broken, Command
 from kvstrata.engine.resp_reply import Error, Reply, Simple
 from kvstrata.engine.resp_session import Session, Shared
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 #: So much of what a peer still sends is read after an error that ends its connection, so that the error arrives.
 _GOODBYE_S, _GOODBYE_BYTES = 1.0, 1 << 20
 
-Handler: TypeAlias = "Callable[[Session, Command], Reply | data._NoReply]"
+Handler: TypeAlias = "Callable[[Session, Command], Reply | data.NoReply]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class _Server:
             conn.finish(_GOODBYE_S, _GOODBYE_BYTES)
         except Corrupt as corrupt:
             log.warning("RESP: a reply was cut short: %s", corrupt)
+        except Unfit as unfit:
+            log.warning("RESP: the connection of LMCache's client ends, for it would misread the answer: %s", unfit)
         finally:
             session.release()
         return False
@@ -140,20 +144,25 @@ class _Server:
         except Error as error:
             reply = error
         except Corrupt:
-            raise
+            raise  # a part of the reply has left
         except (Full, TooLarge) as error:
             reply = Error(f"OOM {error}")
         except EngineError as error:
             reply = Error(f"ERR {error}")
-        if reply is not data.NO_REPLY:
+        if isinstance(reply, data.NoReply):
+            return
+        if session.literal and (instead := resp_lmcache.fitting(command.name, reply)) is not None:
+            log.warning("RESP: %s of LMCache's client failed: %s", command.name.decode(), reply or "not stored")
+            session.say_bytes(instead)
+        else:
             session.say(reply)
 
-    def _run(self, session: Session, command: Command) -> Reply | data._NoReply:
+    def _run(self, session: Session, command: Command) -> Reply | data.NoReply:
         spec = COMMANDS.get(command.name)
         if not (spec and spec.open):
             session.reader()
         if spec is None:
-            raise Error(f"ERR unknown command '{manners._shown(command.name)}'")
+            raise Error(f"ERR unknown command '{manners.shown(command.name)}'")
         if not spec.takes(1 + len(command.args)):
             raise Error(f"ERR wrong number of arguments for '{command.name.decode().lower()}' command")
         if command.skipped:

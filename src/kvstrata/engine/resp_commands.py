@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from kvstrata.engine.content import LONGEST_KEY
 from kvstrata.engine.resp_parse import SMALL, Command
 from kvstrata.engine.resp_reply import OK, Error, Reply, Simple
 from kvstrata.engine.resp_session import Session
 
-__all__ = ["NO_REPLY", "integer", "wrong_syntax"]
+__all__ = ["NoReply", "integer", "wrong_syntax"]
 
-KEY_MAX = 4096
 #: Keys a SCAN looks at in one go, at most.
 _SCAN_MAX = 10_000
 
 
-class _NoReply:
+class NoReply:
     """The command has sent its reply itself."""
-
-
-NO_REPLY = _NoReply()
 
 
 def wrong_syntax() -> Error:
@@ -40,24 +37,24 @@ def _keys(command: Command) -> list[bytes]:
 
 
 def _fits(key: bytes) -> bytes:
-    if not 0 < len(key) <= KEY_MAX:
-        raise Error(f"ERR a key of {len(key)} bytes; keys have 1 to {KEY_MAX}")
+    if not 0 < len(key) <= LONGEST_KEY:
+        raise Error(f"ERR a key of {len(key)} bytes; keys have 1 to {LONGEST_KEY}")
     return key
 
 
-def get(session: Session, command: Command) -> Reply | _NoReply:
+def get(session: Session, command: Command) -> Reply | NoReply:
     (key,) = _keys(command)
     session.say_block(key)
-    return NO_REPLY
+    return NoReply()
 
 
-def mget(session: Session, command: Command) -> Reply | _NoReply:
+def mget(session: Session, command: Command) -> Reply | NoReply:
     keys = _keys(command)
     session.reader(*keys)  # before the head of the array: from there on an error could not be told apart
     session.say_array(len(keys))
     for key in keys:
         session.say_block(key)
-    return NO_REPLY
+    return NoReply()
 
 
 def set_(session: Session, command: Command) -> Reply:

@@ -13,7 +13,7 @@ from kvstrata.engine.resp_parse import Command
 from kvstrata.engine.resp_reply import OK, Error, Reply, Simple
 from kvstrata.engine.resp_session import Session
 
-__all__ = ["auth", "client", "config", "echo", "hello", "info", "ping", "quit_", "select"]
+__all__ = ["auth", "client", "config", "echo", "hello", "info", "ping", "quit_", "select", "shown"]
 
 #: Clients choose what they send by it. What we understand is a part of that version.
 _REDIS_VERSION = "7.0.0"
@@ -39,8 +39,11 @@ def select(session: Session, command: Command) -> Reply:
 
 
 def auth(session: Session, command: Command) -> Reply:
-    """The last word is the token; a user name before it is for clients that insist on one."""
-    session.sign_in(bytes(command.args[-1]))
+    """The last word is the token."""
+    *user, token = command.words()
+    if len(user) > 1:
+        raise wrong_syntax()
+    session.sign_in(token, *user)
     return OK
 
 
@@ -51,17 +54,17 @@ def hello(session: Session, command: Command) -> Reply:
         if words[0] not in (b"2", b"3"):
             raise Error("NOPROTO unsupported protocol version")
         protocol = int(words.pop(0))
-    token, name = None, None
+    who, name = None, None
     while words:
         option = words.pop(0).upper()
         if option == b"AUTH" and len(words) >= 2:
-            token, words = words[1], words[2:]
+            who, words = (words[1], words[0]), words[2:]
         elif option == b"SETNAME" and words:
             name = _client_name(words.pop(0))
         else:
             raise wrong_syntax()
-    if token is not None:
-        session.sign_in(token)
+    if who is not None:
+        session.sign_in(*who)
     session.reader()
     session.protocol = protocol
     session.name = session.name if name is None else name
@@ -92,7 +95,7 @@ def client(session: Session, command: Command) -> Reply:
         case ((b"NO-EVICT" | b"NO-TOUCH"), [_]):
             pass
         case _:
-            raise Error(f"ERR unknown subcommand or wrong number of arguments for 'client|{_shown(sub.lower())}'")
+            raise Error(f"ERR unknown subcommand or wrong number of arguments for 'client|{shown(sub.lower())}'")
     return OK
 
 
@@ -119,7 +122,7 @@ def info(session: Session, command: Command) -> Reply:
     shared = session.shared
     tenant = session.reader().tenant
     stats = shared.engine.stats(tenant)
-    sections = {
+    sections: dict[str, dict[str, object]] = {
         "server": {
             "redis_version": _REDIS_VERSION,
             "redis_mode": "standalone",
@@ -143,7 +146,7 @@ def info(session: Session, command: Command) -> Reply:
         "replication": {"role": "master", "connected_slaves": 0},
         "keyspace": {"db0": f"keys={shared.engine.count(tenant)},expires=0,avg_ttl=0"},
     }
-    wanted = {_shown(word.lower()) for word in command.words()}
+    wanted = {shown(word.lower()) for word in command.words()}
     chosen = (
         sections if wanted <= {"default", "all", "everything"} else {s: v for s, v in sections.items() if s in wanted}
     )
@@ -159,7 +162,8 @@ def _client_name(name: bytes) -> bytes:
     return name
 
 
-def _shown(word: bytes) -> str:
+def shown(word: bytes) -> str:
+    """A word of the peer's for an error text."""
     return word[:64].decode("ascii", "backslashreplace")
 
 

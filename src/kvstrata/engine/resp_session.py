@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from kvstrata.engine import resp_lmcache
 from kvstrata.engine.auth import Grant, Tokens
 from kvstrata.engine.buffers import Budget, Busy, TooBig
 from kvstrata.engine.connection import Connection
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Corrupt
+from kvstrata.engine.resp_lmcache import Unfit
 from kvstrata.engine.resp_parse import Command, Limits, Wire
 from kvstrata.engine.resp_reply import Error, Reply, bulk_head, encode
 from kvstrata.engine.settings import EngineSettings
@@ -75,7 +77,7 @@ class Session:
     def __init__(self, shared: Shared, conn: Connection) -> None:
         self.shared, self.conn = shared, conn
         self.id = next(shared.ids)
-        self.name, self.protocol, self.closing = b"", 2, False
+        self.name, self.protocol, self.closing, self.literal = b"", 2, False, False
         self.wire = Wire(self)
         self._token = b""
         self._generation = shared.tokens.refresh()
@@ -86,12 +88,15 @@ class Session:
 
     # -- who it is
 
-    def sign_in(self, token: bytes) -> None:
-        """From now on with the rights of this token. Raises Error and keeps the old ones."""
+    def sign_in(self, token: bytes, user: bytes = b"") -> None:
+        """From now on with the rights of this token. Raises Error and keeps the old ones.
+
+        Any user name will do; `resp_lmcache.USER` asks for the replies that LMCache's client can take.
+        """
         grant = self.shared.tokens.check(token)
         if grant is None:
             raise Error("WRONGPASS invalid token; any user name will do, the password is a token of the tokens file")
-        self._token, self._grant = token, grant
+        self._token, self._grant, self.literal = token, grant, user == resp_lmcache.USER
 
     @property
     def grant(self) -> Grant | None:
@@ -185,15 +190,22 @@ class Session:
         if len(self._out) >= _OUT:
             self.flush()
 
+    def say_bytes(self, reply: bytes) -> None:
+        """The same for a reply that is encoded already."""
+        self._out += reply
+
     def say_array(self, count: int) -> None:
         """So many replies that follow are one."""
         self._out += b"*%d\r\n" % count
 
     def say_block(self, key: bytes) -> None:
-        """The value of a key, or nil. Raises Corrupt where the peer already has a part of it."""
+        """The value of a key, or nil. Raises Corrupt where the peer already has a part of it, Unfit where a nil would
+        be misread."""
         grant = self.reader(key)
         block = self.shared.engine.open_block(grant.tenant, key)
         if block is None:
+            if self.literal:
+                raise Unfit("a key that is not there")
             self.say(None)
             return
         with block:
@@ -204,7 +216,10 @@ class Session:
             except Corrupt as error:
                 if error.sent:
                     raise
-                self.say(None)
+                if self.literal:
+                    self.say_bytes(resp_lmcache.failed_get(block.size))
+                else:
+                    self.say(None)
                 return
         self._out.clear()
 
