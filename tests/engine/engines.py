@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstrata.engine.content import Engine
@@ -30,3 +32,11 @@ def get(engine: Engine, key: bytes, tenant: str = "a") -> bytes | None:
         return None
     with block:
         return b"".join(bytes(piece) for piece in block.pieces())
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for what happens by itself."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)

@@ -76,6 +76,7 @@ class Engine:
             engine._core.tiers.close(1.0)
             raise
         engine._tender.start()
+        engine._core.mover.start()
         return engine
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -85,6 +86,7 @@ class Engine:
         self._stopped.set()
         self._core.wake.set()
         self._tender.join(timeout_s)
+        self._core.mover.stop(timeout_s)
         self._core.sweep()
         self._core.catalog.close()
         self._core.tiers.close(timeout_s)

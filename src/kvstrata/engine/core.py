@@ -13,6 +13,7 @@ from kvstrata.engine.block import Block
 from kvstrata.engine.books import Books, Content, Ref, Tenant, Tier, block_key
 from kvstrata.engine.catalog import Catalog, Statement
 from kvstrata.engine.hot import HotTier
+from kvstrata.engine.mover import Mover
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.tiers import Tiers
 from kvstrata.store.keys import BlockKey
@@ -39,7 +40,8 @@ class Core:
         self._garbage: set[tuple[Tier, BlockKey]] = set()
         self._victims = threading.local()
         self.wake = threading.Event()
-        self.tiers = Tiers(settings, self._removed, self._evicted)
+        self.mover = Mover(self)
+        self.tiers = Tiers(settings, self)
         try:
             self.catalog = Catalog.open(
                 settings.root / "catalog.sqlite",
@@ -71,7 +73,10 @@ class Core:
             wanted = copy is None and again and self.hot.wants(content)
         source = copy if copy is not None else self.tiers.open(content)
         if source is None:
+            self.mover.wait(content)
             return None
+        if content.tier is Tier.COLD:
+            self.mover.promote(content)
         digest = content.digest.hex()
         on_copy = partial(self._copied, content) if wanted else None
         return Block(source, digest, partial(self._bad, content.tenant, count), on_copy)
@@ -141,7 +146,12 @@ class Core:
 
     # -- what the stores tell
 
-    def _removed(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+    def evicting(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """See Watcher."""
+        if tier is Tier.WARM:
+            self.mover.demote(keys)
+
+    def removed(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         """Blocks went from a disk. A late word: by now there may be others of the same name, with the same bytes."""
         self._victims.tenants = tenants = []
         with self.lock:
@@ -160,7 +170,8 @@ class Core:
                 tenants.append(key.salt)
             self.catalog.queue(statements)
 
-    def _evicted(self) -> None:
+    def evicted(self) -> None:
+        """See Watcher."""
         tenants: list[str] = getattr(self._victims, "tenants", [])
         with self.lock:
             for tenant in tenants:

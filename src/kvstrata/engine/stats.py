@@ -9,7 +9,18 @@ from kvstrata.engine.core import Core
 
 __all__ = ["stats"]
 
-_COUNTED = ("dedup_hits", "get_hits", "get_misses", "put_new", "evictions", "stale_retired", "keys_retired", "corrupt")
+_COUNTED = (
+    "dedup_hits",
+    "get_hits",
+    "get_misses",
+    "put_new",
+    "evictions",
+    "stale_retired",
+    "keys_retired",
+    "corrupt",
+    "demotions",
+    "promotions",
+)
 
 
 def stats(core: Core, tenant: str | None) -> dict[str, object]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kvstrata.engine.books import Content, Tier, block_key
 from kvstrata.engine.errors import Full, TooLarge
@@ -14,7 +15,7 @@ from kvstrata.store.keys import BlockKey
 from kvstrata.store.settings import StoreSettings
 from kvstrata.store.store import BlockStore, Outcome
 
-__all__ = ["Tiers"]
+__all__ = ["Tiers", "Watcher"]
 
 _PIECE = 256 << 10
 """Bytes with one checksum: they are read, checked and sent on while they are in a CPU's cache."""
@@ -22,33 +23,40 @@ _PUT_S = 30.0
 _PASSES = ("suspect", "closed", "leaving", "deadline", "eio", "full")
 
 
+class Watcher(Protocol):
+    """Who wants to know what the stores do, all in the store's own thread."""
+
+    def evicting(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """These are about to go from the disk to make room."""
+
+    def removed(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """These went from the disk, whyever."""
+
+    def evicted(self) -> None:
+        """The ones that were just told of went to make room."""
+
+
 class _Listener(NoEvents):
-    def __init__(self, tier: Tier, removed: Callable[[Tier, Sequence[BlockKey]], None], evicted: Callable[[], None]):
+    def __init__(self, tier: Tier, watcher: Watcher) -> None:
         self._tier = tier
-        self._removed = removed
-        self._evicted = evicted
+        self._watcher = watcher
+
+    def on_evicting(self, keys: Sequence[BlockKey]) -> None:
+        self._watcher.evicting(self._tier, keys)
 
     def on_removed(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
-        self._removed(self._tier, keys)
+        self._watcher.removed(self._tier, keys)
 
     def on_evict(self, cls: str, blocks: int, nbytes: int) -> None:
-        self._evicted()
+        self._watcher.evicted()
 
 
 class Tiers:
-    """`removed`: told which blocks went from a disk, whyever; `evicted`: told by the same thread right after, if it was
-    to make room.
-    """
+    """Thread-safe."""
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        removed: Callable[[Tier, Sequence[BlockKey]], None],
-        evicted: Callable[[], None],
-    ) -> None:
+    def __init__(self, settings: EngineSettings, watcher: Watcher) -> None:
         self._settings = settings
-        self._removed = removed
-        self._evicted = evicted
+        self._watcher = watcher
         self.stores: dict[Tier, BlockStore] = {}
         self.stores[Tier.WARM] = self._open(Tier.WARM, settings.root / "blocks", settings.capacity)
         if settings.cold_root is not None:
@@ -66,7 +74,7 @@ class Tiers:
             allow_fs=self._settings.allow_fs,
             sub_bytes=_PIECE,
         )
-        return BlockStore.open(settings, _Listener(tier, self._removed, self._evicted))
+        return BlockStore.open(settings, _Listener(tier, self._watcher))
 
     @property
     def capacity(self) -> int:

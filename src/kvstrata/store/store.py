@@ -215,6 +215,10 @@ class BlockStore:
         """A block to read in the caller's thread, piece by piece; None: a miss."""
         return None if self._closed or self._health.suspect else self._direct.open(key)
 
+    def open_leaving(self, key: BlockKey) -> PinnedBlock | None:
+        """During `Events.on_evicting`, one of its blocks; None: it cannot be read."""
+        return self._direct.open_leaving(key)
+
     def sync(self, key: BlockKey) -> None:
         """A block that is held survives a power failure afterwards. OSError."""
         self._direct.sync(key)
