@@ -40,6 +40,7 @@ MANAGED = {
     "KV_ENGINE_PATH": "/data/engine",
     "KV_RESP_HOST": "engine",
     "KV_RESP_PORT": "6379",
+    "KV_RESP_USER": "lmcache",
     "KV_RESP_SECRET": "token",
     "KV_STORE_NET_INTERNAL": "true",
     "KV_CACHE_PATH": "/data/cache",

@@ -196,7 +196,9 @@ def test_the_engines_environment_is_what_the_engine_reads(compose: Version, chec
     assert str(found.tokens_file) == "/run/kvstrata-engine/tokens" and found.memory == 1 << 29
     source = (ROOT / "src/kvstrata/engine/settings.py").read_text()
     for key in env:
-        assert not key.startswith("KV_ENGINE_") or f'"{key.removeprefix("KV_ENGINE_")}"' in source, f"nobody reads {key}"
+        assert not key.startswith("KV_ENGINE_") or f'"{key.removeprefix("KV_ENGINE_")}"' in source, (
+            f"nobody reads {key}"
+        )
 
 
 def test_path_b_hands_lmcache_a_host_and_the_name_of_a_password_file(compose: Version, checkout: Checkout) -> None:
@@ -204,6 +206,7 @@ def test_path_b_hands_lmcache_a_host_and_the_name_of_a_password_file(compose: Ve
     found = {key: value for key, value in env.items() if key.startswith(("KV_RESP", "KV_L2", "KV_REMOTE"))}
     assert found == {
         "KV_L2": "resp", "KV_RESP_HOST": "engine", "KV_RESP_PORT": "6379", "KV_RESP_WORKERS": "4",
+        "KV_RESP_USER": "lmcache",
         "KV_RESP_PASSWORD_FILE": "/run/kvstrata-l2/token",
     }  # fmt: skip
 

@@ -66,6 +66,8 @@ def managed(settings: Settings) -> Mapping[str, str]:
         "KV_ENGINE_PATH": str(settings.engine_dir),
         "KV_RESP_HOST": str(resp.hostname) if resp else _RESP[0],
         "KV_RESP_PORT": str(resp.port) if resp else _RESP[1],
+        # The engine answers the user `lmcache` in the forms that LMCache's client can read (engine/resp_lmcache.py).
+        "KV_RESP_USER": (resp.username or "") if resp else "lmcache",
         "KV_RESP_SECRET": "resp_password" if resp else "token",
         # A network without a way out, unless the engine is elsewhere.
         "KV_STORE_NET_INTERNAL": "true" if settings.has_engine or not (settings.engine_url or resp) else "false",

@@ -47,7 +47,8 @@ MANAGED_KEYS: tuple[str, ...] = (
     "KV_PLAN_L1_GB", "KV_PLAN_L2_BYTES", "KV_PLAN_SHM_BYTES", "KV_PLAN_VLLM_KV_GB", "KV_PLAN_VLLM_MEM",
     "KV_PLAN_LMCACHE_MEM",
     "KV_PLAN_ENGINE_MEM", "KV_PLAN_ENGINE_HOT", "KV_PLAN_ENGINE_BUFFERS",
-    "KV_ENGINE_ADDRESS", "KV_ENGINE_PATH", "KV_RESP_HOST", "KV_RESP_PORT", "KV_RESP_SECRET", "KV_STORE_NET_INTERNAL",
+    "KV_ENGINE_ADDRESS", "KV_ENGINE_PATH", "KV_RESP_HOST", "KV_RESP_PORT", "KV_RESP_USER", "KV_RESP_SECRET",
+    "KV_STORE_NET_INTERNAL",
     "KV_CACHE_PATH", "KV_CLASSES_PATH", "KV_SECRETS_PATH", "KV_STATE_PATH",
 )  # fmt: skip
 
@@ -329,8 +330,8 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         ).rstrip("/"),
         resp_url=r.matching(
             "KV_RESP_URL",
-            r"(redis://[A-Za-z0-9._-]+:[0-9]{1,5})?",
-            "redis://host:port, without password (it is a file) or TLS (LMCache has none), or blank",
+            r"(redis://([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+:[0-9]{1,5})?",
+            "redis://[user@]host:port, without password (it is a file) or TLS (LMCache has none), or blank",
         ),
         engine_deadline=r.number("KV_ENGINE_DEADLINE", 0.1, 120, "a number of seconds from 0.1 to 120"),
         engine_connections=r.whole("KV_ENGINE_CONNECTIONS", 1, 64, "a number from 1 to 64"),

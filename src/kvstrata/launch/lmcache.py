@@ -43,6 +43,9 @@ def child_env(env: Mapping[str, str]) -> dict[str, str]:
     made = dict(env)
     if env.get("KV_L2", "").strip() == "resp" and (file := env.get("KV_RESP_PASSWORD_FILE", "").strip()):
         made["LMCACHE_RESP_PASSWORD"] = _secret(Path(file))
+        if made["LMCACHE_RESP_PASSWORD"]:
+            # The KV engine answers this user in the few forms that LMCache's client reads without losing step.
+            made["LMCACHE_RESP_USERNAME"] = env.get("KV_RESP_USER", "").strip()
     return made
 
 
