@@ -1,4 +1,4 @@
-"""Runs inside the image: the in-process backend as the pinned LMCache makes it, over its CPU memory and a real engine."""
+"""Runs inside the image: the in-process backend as the pinned LMCache makes it, over a real engine."""
 
 from __future__ import annotations
 
