@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -40,3 +41,8 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
+
+
+def block_files(folder: Path) -> list[Path]:
+    """The blocks below a folder, whose directories may go while we look."""
+    return [Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".0.0")]

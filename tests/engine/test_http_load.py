@@ -142,8 +142,8 @@ def test_sigterm_does_not_wait_for_ever(engine_process: Start) -> None:
 
 
 def _blocks(engine: EngineProcess) -> list[Path]:
-    return [path for path in engine.root.rglob("*") if path.is_file() and path.stat().st_size > 4096 * 2 and "." in path.name
-            and "sqlite" not in path.name]  # fmt: skip
+    files = (path for path in (engine.root / "blocks").rglob("*.*.*") if path.is_file())
+    return [path for path in files if path.stat().st_size > 8192]
 
 
 def _flip(path: Path, at: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -22,6 +24,7 @@ from kvstrata.engine.leases import Leases
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.start import load
 from kvstrata.engine.stats import stats
+from kvstrata.store.errors import StoreError
 from kvstrata.store.keys import BlockKey
 
 __all__ = ["Engine", "Put"]
@@ -52,7 +55,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         """Use `open`."""
         self.settings = settings
-        settings.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _private_folder(settings.root)
         self._core = core = Core(settings)
         self._lock = core.lock
         self._leases = Leases(core)
@@ -113,14 +116,14 @@ class Engine:
             return Put(False, digest)
         name = block_key(tenant, blake3(body).digest())
         expires = time.time() + ttl_s if ttl_s is not None else 0.0
-        with self._core.stored(name, body) as new_block:
+        with self._core.stored(name, body):
             with self._lock:
                 of = self._core.books.of(tenant)
                 there = self._core.live(of, tenant, key)
                 if there is None or replace:
+                    # A content that something means already, whichever disk it is on.
+                    of.count("dedup_hits", name.chunk in of.contents)
                     ref = self._enter(of, name, key, len(body), version, expires)
-                    if not new_block:
-                        of.count("dedup_hits")
                     if there is None:
                         of.count("put_new")
                 else:
@@ -364,3 +367,14 @@ class Engine:
             except Exception:
                 log.exception("engine: the tender failed")
             self._stopped.wait(0.05)
+
+
+def _private_folder(path: Path) -> None:
+    """What users wrote lies there. StoreError."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: {error.strerror}", f"a folder that user {os.geteuid()} owns", "chown it, or set KV_ENGINE_ROOT"
+        ) from error

@@ -55,11 +55,11 @@ class Core:
     # -- contents
 
     @contextmanager
-    def stored(self, key: BlockKey, body: memoryview) -> Iterator[bool]:
-        """The bytes are on the warm disk and stay there meanwhile; gives whether they were new. Full, TooLarge."""
-        new = self.tiers.put(key, body)
+    def stored(self, key: BlockKey, body: memoryview) -> Iterator[None]:
+        """The bytes are on the warm disk and stay there meanwhile. Full, TooLarge."""
+        self.tiers.put(key, body)
         try:
-            yield new
+            yield
         finally:
             self.tiers.stores[Tier.WARM].unpin([key])
 

@@ -51,6 +51,8 @@ class Blocks:
         size = self._bodies.announced(request.head, self._max_value)
         if size == 0:
             raise _empty()
+        if version is not None and version < (current := self._engine.version(tenant)):
+            raise Problem(409, "StaleVersion", f"data version {version}; the current one is {current}")
         connection, head = request.connection, request.head
         if self._engine.present(tenant, key):
             self._bodies.skipped(connection, head, self._max_value)

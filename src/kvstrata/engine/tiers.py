@@ -90,8 +90,8 @@ class Tiers:
                     found[at] = tier
         return found
 
-    def put(self, key: BlockKey, body: memoryview) -> bool:
-        """Into the warm tier, unless it is there; True if it was not. It is pinned there afterwards. Full, TooLarge."""
+    def put(self, key: BlockKey, body: memoryview) -> None:
+        """Into the warm tier, unless it is there; it is pinned there afterwards. Full, TooLarge."""
         store = self.stores[Tier.WARM]
         result = store.put_pinned(key, body, _PUT_S)
         if result.outcome is Outcome.ERROR:
@@ -107,7 +107,6 @@ class Tiers:
         except OSError as error:
             store.unpin([key])
             raise Full(f"the value cannot be brought to the disk: {error}", retry=True) from error
-        return result.outcome is Outcome.STORED
 
     def pin(self, content: Content) -> bool:
         """Keep it where it is; False if it is not there (any more)."""
