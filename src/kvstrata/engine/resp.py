@@ -122,7 +122,7 @@ class _Server:
                 if command is None:
                     return False
                 self._answer(session, command)
-                session.release()
+                session.done()
             session.flush()
         except NotYet:
             return True

@@ -85,12 +85,12 @@ class Wire:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._reading: _Needs[Command | None] | None = None
-        self._ended = False
+        self._ended = self._inside = False
 
     @property
     def inside(self) -> bool:
-        """A command has begun, and NotYet came before its end."""
-        return self._reading is not None
+        """A part of a command has been taken out of `buffered`, and its end has not come yet."""
+        return self._inside
 
     def command(self, limits: Limits, take: Take) -> Command | None:
         """The next command, None where the stream ends before one begins.
@@ -105,6 +105,7 @@ class Wire:
                 wait = next(reading)
             except StopIteration as done:
                 found: Command | None = done.value
+                self._inside = False
                 return found
             self._reading = reading
             self._ended = not self._source.more(wait)
@@ -124,6 +125,7 @@ class Wire:
             if count is None or count > limits.args:
                 raise Broken("invalid multibulk length")
             if count > 0:
+                self._inside = True
                 return (yield from self._arguments(count, limits, take))
 
     def _arguments(self, count: int, limits: Limits, take: Take) -> _Needs[Command]:

@@ -85,6 +85,7 @@ class Session:
         self._out = bytearray()
         self._held = ExitStack()
         self._refusal: Error | None = None
+        self._begun = False
 
     # -- who it is
 
@@ -97,6 +98,8 @@ class Session:
         if grant is None:
             raise Error("WRONGPASS invalid token; any user name will do, the password is a token of the tokens file")
         self._token, self._grant, self.literal = token, grant, user == resp_lmcache.USER
+        if self.literal:
+            self.conn.idle_s = None  # it never connects again
 
     @property
     def grant(self) -> Grant | None:
@@ -132,7 +135,10 @@ class Session:
     def more(self, wait: bool) -> bool:
         self.flush()
         if not wait:
-            return self.conn.fill() > 0
+            self.conn.midway = self.wire.inside
+            grew = self.conn.fill() > 0
+            self._begin()
+            return grew
         # `fill` waits for a moment at most; this waits for one byte more, until the deadline.
         grown = bytearray(len(self.conn.buffered) + 1)
         self.conn.read_into(memoryview(grown))
@@ -149,10 +155,16 @@ class Session:
 
     def command(self) -> Command | None:
         """The next command; what it holds is held until `release`. Raises as Wire.command."""
-        if self.conn.buffered and not self.wire.inside:
-            self.conn.until(self.shared.settings.header_s)
+        if self.conn.buffered:
+            self._begin()
         limits = Limits(bulk=self.shared.settings.resp_max_value) if self.grant else Limits.of_a_stranger()
         return self.wire.command(limits, self._room)
+
+    def _begin(self) -> None:
+        """The time for a command runs from its first byte; more bytes buy no more of it."""
+        if not self._begun:
+            self._begun = True
+            self.conn.until(self.shared.settings.header_s)
 
     def _room(self, before: Sequence[bytes], size: int) -> memoryview | None:
         """A buffer for SET's value, if this SET may be."""
@@ -181,6 +193,11 @@ class Session:
         """Give back what the command held."""
         self._refusal = None
         self._held.close()
+
+    def done(self) -> None:
+        """The command is answered; another may begin."""
+        self.release()
+        self._begun = False
 
     # -- bytes out
 
