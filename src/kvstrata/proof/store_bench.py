@@ -81,9 +81,7 @@ def options(settings: Settings, root: Path, work: Path, *, quick: bool, seed: in
     )  # fmt: skip
 
 
-def figures(
-    image: str, root: Path, work: Path, wanted: Options, quick: bool, console: Console
-) -> dict[str, Any]:
+def figures(image: str, root: Path, work: Path, wanted: Options, quick: bool, console: Console) -> dict[str, Any]:
     """The JSON of the whole run. `work` is on the disk that is measured; `image` has LMCache, "": run right here."""
 
     def say(text: str) -> None:
