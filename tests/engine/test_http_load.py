@@ -18,6 +18,7 @@ import pytest
 
 from tests.engine.process import EngineProcess, until
 from tests.engine.wire import Wire
+from tests.store.filesystems import folder_on
 
 MIB = 1 << 20
 Start = Callable[..., EngineProcess]
@@ -256,3 +257,26 @@ def test_counts_survive_a_restart(engine_process: Start) -> None:
         after = wire.ask("GET", "/kv/stats").json
     assert json.dumps(after, sort_keys=True) == json.dumps(before, sort_keys=True)
     assert (after["unique_blocks"], after["total_refs"], after["get_hits"], after["get_misses"]) == (3, 5, 5, 1)
+
+
+def test_a_full_disk_refuses_puts_serves_gets_and_goes_on_by_itself(engine_process: Start, tmp_path: Path) -> None:
+    with folder_on("tmpfs", tmp_path) as folder:
+        engine = engine_process(root=folder / "engine", CAPACITY_BYTES=1 << 30)
+        try:
+            with Wire(engine.http) as wire:
+                assert wire.ask("PUT", "/kv/before", value_of("before")).status == 201
+                ballast = folder / "ballast"
+                with pytest.raises(OSError), ballast.open("wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(MIB // 4))
+                answers = [wire.ask("PUT", f"/kv/full-{n}", value_of(f"full-{n}", 2 * MIB)) for n in range(5)]
+                assert {answer.status for answer in answers} <= {503, 507}
+                assert {answer.json["error"] for answer in answers} == {"Full"}
+                assert wire.ask("GET", "/kv/before").body == value_of("before")
+                assert wire.ask("GET", "/kv/full-0").status == 404
+                assert wire.ask("GET", "/kv/stats").json["total_refs"] == 1
+                ballast.unlink()
+                until(lambda: wire.ask("PUT", "/kv/after", value_of("after", 2 * MIB)).status in (200, 201), 60)
+                assert wire.ask("GET", "/kv/after").body == value_of("after", 2 * MIB)
+        finally:
+            engine.kill()

@@ -109,7 +109,7 @@ def _runner(image: str, root: Path, say: Say) -> Runner:
 
 
 def _stack(settings: Settings, root: Path) -> tuple[Settings, str]:
-    """Settings, and the image to run in with the model made; "" where lmcache is right here, or nobody set up an engine.
+    """Settings, and the image to run in with the model made; "" where lmcache is right here, or no engine was set up.
 
     On a checkout that never saw `up`, its first steps: .env, device, images, demo model.
     """
