@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
 from kvstrata.store import admin, survey
 from kvstrata.store.errors import StoreError
-from kvstrata.store.settings import CLASSES, class_rules
+from kvstrata.store.settings import CLASSES, ClassRule, class_rules
 from kvstrata.store.survey import Survey
 
 __all__ = ["make_app"]
@@ -31,14 +31,20 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def make_app(settings: Callable[[], Settings]) -> typer.Typer:
-    """The commands. `settings` is asked only where --root is not given."""
+    """The commands. Without --root it is the store of `settings`."""
     app = typer.Typer(no_args_is_help=True, help=__doc__)
 
     def look(given: Path | None, tick: Callable[[int], None] = lambda count: None) -> Survey:
-        if given is not None:
-            return Survey(survey.check_root(given.absolute()), tick)
-        current = settings()
-        return Survey(survey.check_root(current.store_root), tick, class_rules(str(current.store_classes)))
+        if given is None:
+            current = settings()
+            return Survey(survey.check_root(current.store_root), tick, class_rules(str(current.store_classes)))
+        root = survey.check_root(given.absolute())
+        rules: tuple[ClassRule, ...] = ()
+        with suppress(KvError):  # another root needs no .env
+            current = settings()
+            if os.path.realpath(root) == os.path.realpath(current.store_root):  # the table is of .env's store alone
+                rules = class_rules(str(current.store_classes))
+        return Survey(root, tick, rules)
 
     @app.command("ls")
     def ls(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -278,6 +281,33 @@ def test_modes_of_blocks_that_let_others_in_are_tightened(opened: Opened, root: 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_block_that_somebody_else_owns_does_not_keep_the_store_from_starting(opened: Opened, root: Path) -> None:
+    store = opened()
+    put(store, [1, 2])
+    store.close()
+    theirs = file_of(root, 1)
+    theirs.chmod(0o644)
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place, "root")
+        shutil.copytree(root, home)  # as root: a copy that keeps modes
+        for path in (Path(place), home, *home.rglob("*")):
+            if path.name != theirs.name:
+                os.chown(path, 65534, 65534)
+        program = (
+            "import os, sys; from pathlib import Path; from tests.store.stores import get, outcomes, settings\n"
+            "from kvstrata.store.store import BlockStore\n"
+            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+            "store = BlockStore.open(settings(Path(sys.argv[1])))\n"
+            "print(*outcomes(get(store, [1, 2])), store.usage().blocks); store.close()"
+        )
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ran = subprocess.run(
+            [sys.executable, "-c", program, str(home)], env=env, capture_output=True, text=True, check=False
+        )
+        assert ran.stdout == "hit 2\n", ran.stderr
+
+
 def test_400_000_blocks_are_scanned_to_the_byte(root: Path) -> None:
     count, base = 400_000, root / namespace_folder("model") / salt_folder("t")
     store = BlockStore.open(settings(root, 1 << 40))

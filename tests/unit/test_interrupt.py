@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ from kvstrata import cli
 from kvstrata.deploy import shell, turn, up
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.steps import Steps
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_counts() -> Iterator[None]:
+    """Whoever runs the tests in the background may have had SIGINT ignored, for every child as well."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("end", ["exit 130", "kill -INT $$"])

@@ -391,14 +391,17 @@ def test_somebody_elses_store_is_a_clear_refusal(root: Path) -> None:
     assert "sudo" in error.value.fix
 
 
-def test_the_root_is_the_one_of_env(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("named", [False, True])
+def test_the_root_and_its_classes_are_those_of_env(
+    named: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = [{"namespace": "llama*", "class": "keep"}]
     (tmp_path / "classes.json").write_text(json.dumps(rules))
     (tmp_path / ".env").write_text(f"KV_ENV_VERSION=1\nKV_CACHE_DIR={root.parent}\nKV_STORE_CLASSES=classes.json\n")
     monkeypatch.setenv("KVSTRATA_ROOT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["kvstrata", "store", "namespaces", "--json"])
+    monkeypatch.setattr(
+        sys, "argv", ["kvstrata", "store", "namespaces", "--json", *(["--root", str(root)] if named else [])]
+    )
     assert cli.main() == 0
     rows = json.loads(capsys.readouterr().out)["folders"]
     assert {(row["namespace"], row["class"]) for row in rows} == {(MODELS[0], "keep"), (ODD_NAMESPACE, "normal")}

@@ -6,6 +6,7 @@ source mounted. It starts no server and touches no running one, but it needs the
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,9 +21,10 @@ from typing import Any
 from rich.console import Console
 
 from kvstrata.deploy import demo_model, images, model, turn, up
-from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.errors import CommandFailed, KvError
 from kvstrata.deploy.host import existing_parent
 from kvstrata.deploy.settings import Settings
+from kvstrata.deploy.shell import run as run_command
 from kvstrata.deploy.shell import run_lines
 from kvstrata.deploy.steps import Steps
 from kvstrata.proof import store_bench_scan, store_bench_show
@@ -36,6 +38,8 @@ _MODULE = "kvstrata.proof.store_bench_run"
 _PAGES_MEMORY = 2 * _GIB
 
 Say = Callable[[str], None]
+Runner = Callable[[Options, Path, int], dict[str, Any]]
+"""(options, folder, memory limit in bytes or 0) -> figures."""
 
 
 def run(
@@ -44,12 +48,14 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """Measure, show, write. Raises KvError where there is no room, or no image to run in."""
     settings, image = _stack(settings, root)
+    rivals = None if quick or not image else _rivals(settings, console)
     place = folder or existing_parent(settings.cache_dir)
     if not os.access(place, os.W_OK):
         raise KvError(f"{place} cannot be written", "a folder on the disk of the cache", "--dir FOLDER")
     work = Path(tempfile.mkdtemp(prefix=".kvstrata-bench-", dir=place))
     try:
-        found = figures(image, root, work, options(settings, root, work, quick=quick, seed=seed), quick, console)
+        wanted = options(settings, root, work, quick=quick, seed=seed)
+        found = figures(_runner(image, root, rivals, console), work, wanted, quick, console)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     store_bench_show.render(found, console)
@@ -81,35 +87,54 @@ def options(settings: Settings, root: Path, work: Path, *, quick: bool, seed: in
     )  # fmt: skip
 
 
-def figures(image: str, root: Path, work: Path, wanted: Options, quick: bool, console: Console) -> dict[str, Any]:
-    """The JSON of the whole run. `work` is on the disk that is measured; `image` has LMCache, "": run right here."""
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
-    inside = _runner(image, root, say)
+def figures(inside: Runner, work: Path, wanted: Options, quick: bool, console: Console) -> dict[str, Any]:
+    """The JSON of the whole run. `work` is on the disk that is measured."""
     found = inside(replace(wanted, pages=0), work, 0)
     if wanted.pages:
         asked = inside(replace(wanted, phases=(), blocks={1: 1}), work, _PAGES_MEMORY)
         found["page_cache"] = asked["page_cache"]
     blocks = 2000 if quick else 400_000
-    say(f"start with {blocks:,} blocks")
+    _say(console, f"start with {blocks:,} blocks")
     found["scan"] = store_bench_scan.measure(work / "scan", blocks, wanted.allow_fs, repeats=1 if quick else 3)
     return found
 
 
-Runner = Callable[[Options, Path, int], dict[str, Any]]
-"""(options, folder, memory limit in bytes or 0) -> figures."""
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False)
 
 
-def _runner(image: str, root: Path, say: Say) -> Runner:
+def _runner(image: str, root: Path, rivals: Path | None, console: Console) -> Runner:
+    """In `image`, or right here where it is ""."""
+
+    def say(text: str) -> None:
+        _say(console, text)
+
     if not image:
         return lambda wanted, work, memory: _here(wanted, work, say)
-    return lambda wanted, work, memory: _in_image(image, root, wanted, work, memory, say)
+    return lambda wanted, work, memory: _in_image(image, root, rivals, wanted, work, memory, say)
+
+
+def _rivals(settings: Settings, console: Console) -> Path | None:
+    """Folder of the library that LMCache's nixl adapter needs and no image of ours has; fetched once, by hash."""
+    pins = settings.root / "requirements" / "bench.txt"
+    target = settings.state_dir / f"bench-{hashlib.sha256(pins.read_bytes()).hexdigest()[:12]}"
+    if target.exists():
+        return target
+    _say(console, "fetching nixl (70 MB), to compare with")
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=settings.state_dir) as name:
+        argv = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        argv += ["--only-binary", ":all:", "--require-hashes", "--requirement", str(pins), "--target", f"{name}/site"]
+        try:
+            run_command(argv, timeout=1800)
+        except CommandFailed as failed:
+            _say(console, f"it did not come, so its rows stay empty: {failed.output.strip()[-200:]}")
+            return None
+        Path(name, "site").rename(target)
+    return target
 
 
 def _stack(settings: Settings, root: Path) -> tuple[Settings, str]:
-    """Settings, and the image to run in with the model made; "" where lmcache is right here, or nobody set up an engine.
+    """Settings, and the image to run in, with the model made; "" where lmcache is right here, or there is no docker.
 
     On a checkout that never saw `up`, its first steps: .env, device, images, demo model.
     """
@@ -135,7 +160,9 @@ def _here(wanted: Options, work: Path, say: Say) -> dict[str, Any]:
     return _answer(answer)
 
 
-def _in_image(image: str, root: Path, wanted: Options, work: Path, memory: int, say: Say) -> dict[str, Any]:
+def _in_image(
+    image: str, root: Path, rivals: Path | None, wanted: Options, work: Path, memory: int, say: Say
+) -> dict[str, Any]:
     """The same in a container that sees the work folder, the source and the model, and no network."""
     inside = replace(wanted, folder="/bench", model="/model" if wanted.model else "")
     task, answer = work / "options.json", work / "figures.json"
@@ -143,12 +170,13 @@ def _in_image(image: str, root: Path, wanted: Options, work: Path, memory: int, 
     owner = work.stat()
     pool = 3 * max(size * count for size, count in wanted.blocks.items()) << 20
     mounts = [f"{work}:/bench", f"{root / 'src'}:/src:ro", *([f"{wanted.model}:/model:ro"] if wanted.model else [])]
+    mounts += [f"{rivals}:/rivals:ro"] if rivals else []
     argv = [
         "docker", "run", "--rm", "--network", "none", "--user", f"{owner.st_uid}:{owner.st_gid}", "--read-only",
         "--tmpfs", "/tmp",  # noqa: S108 - in the container
         "--shm-size", str(2 * pool + _GIB), *(["--memory", str(memory)] if memory else []),
         *(word for mount in mounts for word in ("-v", mount)),
-        "-e", "PYTHONPATH=/src", "-e", "PYTHONDONTWRITEBYTECODE=1", "-e", "HOME=/tmp", "-e", "HF_HUB_OFFLINE=1",
+        "-e", "PYTHONPATH=/src:/rivals", "-e", "PYTHONDONTWRITEBYTECODE=1", "-e", "HOME=/tmp", "-e", "HF_HUB_OFFLINE=1",
         "-e", "LMCACHE_TRACK_USAGE=false", "-e", "LMCACHE_LOG_LEVEL=ERROR",
         "--entrypoint", "python3", image, "-m", _MODULE, "/bench/options.json", "/bench/figures.json",
     ]  # fmt: skip

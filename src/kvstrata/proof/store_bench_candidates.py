@@ -101,6 +101,10 @@ def _ours(options: Options, pool: parts.Pool, folder: Path, threads: int) -> Cal
             )  # fmt: skip
             return parts.Store(name, settings, checked=checked, content=content)
         env = store_env(root, codec, io, threads, options.allow_fs)
+        from kvstrata.doors.l2_keys import block_key
+        from kvstrata.proof.store_bench_lmcache import object_keys
+
+        parts.furnish(StoreSettings.from_env(env), block_key(object_keys(1)[0]))
         ours = OURS | {"folder": str(root)}
         return _adapter(name, ours, pool, threads, checked, content, io != "direct", env)
 

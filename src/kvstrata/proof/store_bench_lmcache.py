@@ -73,7 +73,7 @@ class Adapter:
 
         self.name, self.checked, self.threads, self.content = name, checked, threads, content
         self.cached, self._folder, self._pool = cached, folder, pool
-        folder.mkdir(parents=True, mode=0o700)
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         with mock.patch.dict(os.environ, env or {}):
             self._adapter = create_l2_adapter(lmcache_config(config), pool.desc)
         self._adapter.set_backend_identity(config["type"])

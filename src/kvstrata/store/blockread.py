@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from types import TracebackType
 
 from kvstrata.store.checksum import crc32
@@ -18,6 +19,8 @@ __all__ = ["OpenBlock", "open_block"]
 
 # O_NONBLOCK: a FIFO under a block's name must not hold the thread; it means nothing for regular files.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# Bytes a system call, about. A call more is another turn for the interpreter's lock: 3 MiB in one are 20 % faster.
+_RUN = 4 << 20
 _NO_NOWAIT = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -60,10 +63,21 @@ class OpenBlock:
         """
         if len(target) != self.header.raw_len:
             raise BadBlock("length", f"{self.header.raw_len} bytes for a buffer of {len(target)}")
-        for sub in range(first, last):
+        lengths, sub = self.header.lengths, first
+        while sub < last:
             start, end = self.header.raw_range(sub)
-            read = self._read_plain if self.header.lengths[sub] == end - start else self._read_encoded
-            read(sub, target[start:end], lease)
+            if lengths[sub] < end - start:
+                self._read_encoded(sub, target[start:end], lease)
+                sub += 1
+                continue
+            behind = sub + 1
+            while behind < last and end - start < _RUN:
+                begin, stop = self.header.raw_range(behind)
+                if lengths[behind] < stop - begin:
+                    break
+                behind, end = behind + 1, stop
+            self._read_plain(sub, behind, target[start:end], lease)
+            sub = behind
 
     def checked(self, sub: int, room: Scratch) -> memoryview:
         """A sub-block's raw bytes, found good, in this thread's own memory until its next call. May block for as long
@@ -87,21 +101,30 @@ class OpenBlock:
             if len(stored) < end - start:
                 codec(self.header.codec).decode_into(stored, room.take(end - start))
 
-    def _read_plain(self, sub: int, piece: memoryview, lease: Lease) -> None:
-        start, done, crc = self.header.starts[sub], 0, 0
+    def _read_plain(self, first: int, behind: int, piece: memoryview, lease: Lease) -> None:
+        """Neighbours that are stored as they are: in one call what the page cache has of them, the rest one by one."""
+        lengths = self.header.lengths[first:behind]
+        start, done = self.header.starts[first], 0
+        sums: list[int] = []
         # One byte first: where it is not cached, this asks the device to read ahead, and a device that hangs may hold
         # whoever asks, RWF_NOWAIT or not. Nobody should hang while holding the caller's buffer.
         if not self._direct and self._read_cached(self._scratch.take(1), start):
             with lease.touching():
                 done = self._read_cached(piece, start)
-                crc = crc32(piece[:done])
-        if done == len(piece):
-            self._compare(sub, crc)
-            return
-        rest = self._fetch(start + done, len(piece) - done)
-        self._compare(sub, crc32(rest, crc))
-        with lease.touching():
-            copy(piece[done:], rest)
+                sums = _sums(piece[:done], lengths)
+        begin = 0
+        for sub, length in enumerate(lengths):
+            end = begin + length
+            crc = sums[sub] if sub < len(sums) else 0
+            if end > done:
+                done = max(done, begin)
+                rest = self._fetch(start + done, end - done)
+                crc = crc32(rest, crc)
+                with lease.touching():
+                    copy(piece[done:end], rest)
+                done = end
+            self._compare(first + sub, crc)
+            begin = end
 
     def _read_encoded(self, sub: int, piece: memoryview, lease: Lease) -> None:
         stored = self._fetch(self.header.starts[sub], self.header.lengths[sub])
@@ -137,6 +160,17 @@ class OpenBlock:
                 raise BadBlock("truncated", f"the file ends at {begin + got}, inside its payload")
             got += more
         return view[skip : skip + size]
+
+
+def _sums(data: memoryview, lengths: Sequence[int]) -> list[int]:
+    """Checksums of the sub-blocks that `data` begins with; the last one may be cut short."""
+    sums, begin = [], 0
+    for length in lengths:
+        if begin >= len(data):
+            break
+        sums.append(crc32(data[begin : begin + length]))
+        begin += length
+    return sums
 
 
 def open_block(path: str, key: BlockKey | None, scratch: Scratch, direct: bool) -> OpenBlock:

@@ -45,10 +45,11 @@ class Result:
 class TaskLease:
     """The right of all threads of one batch to touch its buffers. A context manager of itself: `touching` is hot."""
 
-    __slots__ = ("_changed", "_ended", "_touching")
+    __slots__ = ("_changed", "_ended", "_lock", "_touching")
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._ended = False
         self._touching = 0
 
@@ -62,7 +63,7 @@ class TaskLease:
         return self
 
     def __enter__(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._ended:
                 raise Expired
             self._touching += 1
@@ -70,7 +71,7 @@ class TaskLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._changed:
+        with self._lock:
             self._touching -= 1
             if self._ended and not self._touching:
                 self._changed.notify_all()

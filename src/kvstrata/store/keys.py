@@ -63,8 +63,10 @@ class BlockKey:
 
     def encode(self) -> bytes:
         """The canonical bytes: different keys have different ones."""
-        parts = (_text(self.namespace), _text(self.salt), self.chunk)
-        return b"".join(_LENGTH.pack(len(part)) + part for part in parts) + _TAIL.pack(self.rank, self.group)
+        name, salt, chunk, size = _text(self.namespace), _text(self.salt), self.chunk, _LENGTH.pack
+        return b"".join((
+            size(len(name)), name, size(len(salt)), salt, size(len(chunk)), chunk, _TAIL.pack(self.rank, self.group),
+        ))  # fmt: skip
 
     @classmethod
     def decode(cls, data: bytes) -> BlockKey:

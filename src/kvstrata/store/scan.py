@@ -185,13 +185,20 @@ class _Scan:
                 if mode != _REGULAR:
                     mode &= 0o7777
                     if mode != _PIN_MODE:
-                        os.chmod(entry.path, _MODE)  # noqa: PTH101
+                        self._tighten(entry.path, status.st_uid)
                     else:
                         found.pinned.add(packed)
                 found.entries.append(packed)
                 found.sizes.append(size)
                 # A use in the far future is none: taken at its word it would stop the clock, and never grow old.
                 found.uses.append(status.st_mtime_ns if status.st_mtime_ns < LATEST_NS else 0)
+
+    def _tighten(self, path: str, uid: int) -> None:
+        try:
+            os.chmod(path, _MODE)  # noqa: PTH101
+        except PermissionError:
+            # Restored or copied by somebody else. It is checked when it is read, and the evictor can remove it.
+            log.warning("block store: %s belongs to uid %d, its mode stays as it is: chown it", path, uid)
 
     def _entry(self, number: int, name: str, heads: dict[str, bytes]) -> bytes | None:
         """The entry of a name, taken apart with all care; remembers how entries with its ranks and groups begin."""

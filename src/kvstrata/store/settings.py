@@ -44,7 +44,7 @@ class ClassRule:
 class StoreSettings:
     """Everything that BlockStore.open needs. Bytes are bytes on disk (allocated), seconds are seconds.
 
-    `free_floor` None: the smaller of 1 GiB and 5 % of the device. `workers` 0: the smaller of 4 and the CPUs.
+    `free_floor` None: the smaller of 1 GiB and 5 % of the device. `workers` 0: the smaller of 8 and the CPUs.
     """
 
     root: Path
@@ -92,7 +92,7 @@ class StoreSettings:
     @property
     def worker_count(self) -> int:
         """How many blocks are read, and how many are written, at a time."""
-        return self.workers or min(4, len(os.sched_getaffinity(0)))
+        return self.workers or min(8, len(os.sched_getaffinity(0)))
 
     def class_of(self, namespace: str, salt: str) -> str | None:
         """The retention class of the first rule that matches, or None."""
