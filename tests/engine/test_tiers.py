@@ -126,6 +126,19 @@ def test_both_disks_are_found_after_a_restart(opened: Opener) -> None:
         assert get(engine, b"%d" % number) == data(number, MIB)
 
 
+def test_a_start_above_the_watermark_loses_nothing(opened: Opener, tmp_path: Path) -> None:
+    opened(capacity=32 * MIB).close()
+    engine = opened(capacity=32 * MIB, cold_root=None, cold_capacity=0)
+    fill(engine, 15)
+    # 15 MiB of blocks are above the watermark of 16 MiB, and below the limit.
+    engine = opened()
+    until(lambda: int(str(engine.stats("a")["demotions"])) > 0)
+    at_rest(engine)
+    assert engine.stats("a")["evictions"] == 0
+    for number in range(15):
+        assert get(engine, b"%d" % number) == data(number, MIB)
+
+
 def test_a_second_copy_that_a_crash_left_is_removed(opened: Opener, tmp_path: Path) -> None:
     engine = opened()
     fill(engine, 3)

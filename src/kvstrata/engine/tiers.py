@@ -74,7 +74,12 @@ class Tiers:
             allow_fs=self._settings.allow_fs,
             sub_bytes=_PIECE,
         )
-        return BlockStore.open(settings, _Listener(tier, self._watcher))
+        return BlockStore.open(settings, _Listener(tier, self._watcher), evicting=False)
+
+    def begin(self) -> None:
+        """Evict from now on: not before somebody can bring what goes to the cold disk."""
+        for store in self.stores.values():
+            store.begin_evicting()
 
     @property
     def capacity(self) -> int:
@@ -123,11 +128,6 @@ class Tiers:
     def open(self, content: Content) -> PinnedBlock | None:
         """To read it."""
         return self.stores[content.tier].open_pinned(block_key(content.tenant, content.digest))
-
-    def delete(self, tier: Tier, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which are gone now; the others are in use or cannot be removed."""
-        results = self.stores[tier].delete(keys).result()
-        return [result.outcome in (Outcome.DELETED, Outcome.MISS) and not result.reason for result in results]
 
     def close(self, timeout_s: float) -> None:
         """Give all roots up."""

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from kvstrata.store.capacity import ADMITTED, Capacity
 from kvstrata.store.codecs import CodecError
 from kvstrata.store.deadline import Outcome, Result
 from kvstrata.store.format import BadBlock
-from kvstrata.store.index import Claim, Index
+from kvstrata.store.index import Claim, Index, Victim
 from kvstrata.store.keeper import Keeper
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.loads import error_word
@@ -153,6 +153,21 @@ class Direct:
             self._remover.remove(self._index.take_bad(entry, birth), even_pinned=True)
         else:
             log.warning("block store: cannot read %s: %s", self._index.names.path(entry), error)
+
+    # -- removing
+
+    def take(self, keys: Sequence[BlockKey]) -> tuple[list[Victim], list[BlockKey]]:
+        """Take blocks out, memory only: not found any more, and not to be stored anew until `remove` is done. Those
+        that are taken, and the keys of those that are in use.
+        """
+        names = self._index.names
+        victims = self._index.take([names.known(key) for key in keys])
+        left = self._index.contains([names.known(key) for key in keys])
+        return victims, [key for key, there in zip(keys, left, strict=True) if there]
+
+    def remove(self, victims: Sequence[Victim]) -> None:
+        """Remove the files of what was taken; what cannot be removed is there again."""
+        self._remover.remove(victims)
 
     # -- writing
 

@@ -84,8 +84,12 @@ class BlockStore:
         progress: Callable[[int], None] | None = None,
         *,
         clock: Callable[[], int] = time.time_ns,
+        evicting: bool = True,
     ) -> BlockStore:
-        """Own the root, scan it (`progress`: blocks seen so far), evict down to the capacity. StoreError."""
+        """Own the root, scan it (`progress`: blocks seen so far), evict down to the capacity. StoreError.
+
+        `evicting` False: what is above the watermark stays, and puts may have to wait, until `begin_evicting`.
+        """
         root = open_root(settings)
         try:
             store = cls(settings, root, events or NoEvents(), clock)
@@ -94,6 +98,8 @@ class BlockStore:
             raise
         try:
             store._begin(progress)
+            if evicting:
+                store.begin_evicting()
         except BaseException:
             store.close()
             raise
@@ -115,8 +121,11 @@ class BlockStore:
         with suppress(Exception):
             self._events.scan_done(len(found.entries), seconds)
         self._capacity.shrink_at_start()
-        self._capacity.start()
         self._keeper.start()
+
+    def begin_evicting(self) -> None:
+        """Make room from now on; once."""
+        self._capacity.start()
 
     # -- memory only
 
@@ -218,6 +227,13 @@ class BlockStore:
     def open_leaving(self, key: BlockKey) -> PinnedBlock | None:
         """During `Events.on_evicting`, one of its blocks; None: it cannot be read."""
         return self._direct.open_leaving(key)
+
+    def delete_here(self, keys: Sequence[BlockKey]) -> tuple[Callable[[], None], list[BlockKey]]:
+        """delete in two steps. At once, in memory: the blocks are not there any more, but for those that are in use,
+        whose keys are in the answer. Then, by calling the first half of it, which waits for the disk: their files go.
+        """
+        victims, left = self._direct.take(keys)
+        return partial(self._direct.remove, victims), left
 
     def sync(self, key: BlockKey) -> None:
         """A block that is held survives a power failure afterwards. OSError."""
