@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -19,6 +18,7 @@ from kvstrata.engine.errors import Full, NoSuchBranchKey, Refused, TooLarge
 from kvstrata.engine.expiries import Expiries
 from kvstrata.engine.globs import glob
 from kvstrata.engine.leases import Leases
+from kvstrata.engine.receiving import Put, Receiving
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.start import load
 from kvstrata.engine.stats import stats
@@ -34,13 +34,6 @@ _SCAN = "SELECT key FROM refs WHERE tenant=? AND key>? ORDER BY key LIMIT ?"
 _SCAN_MOST = 10_000
 # A block that moves from one disk to another is found at the second look.
 _TRIES = 3
-
-
-class Put(NamedTuple):
-    """`new`: the key was not there. `digest`: of the value that it means now, in hex."""
-
-    new: bool
-    digest: str
 
 
 class Engine:
@@ -78,7 +71,7 @@ class Engine:
             raise
         engine._tender.start()
         engine._core.mover.start()
-        engine._core.tiers.begin()
+        engine._core.tiers.begin_evicting()
         return engine
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -115,26 +108,51 @@ class Engine:
         name = block_key(tenant, blake3(body).digest())
         expires = time.time() + ttl_s if ttl_s is not None else 0.0
         with self._core.stored(name, body):
+            return self._name(name, key, len(body), version, replace, expires)
+
+    def receive(
+        self,
+        tenant: str,
+        key: bytes,
+        size: int,
+        *,
+        version: int | None = None,
+        replace: bool = False,
+        ttl_s: float | None = None,
+    ) -> Receiving:
+        """put, for a value whose bytes are still coming: they are hashed, summed and written as they come, so that no
+        buffer has to hold it. What is left before `done` was never there. Refused, TooLarge, Full.
+        """
+        self._check(tenant, key, size, version)
+        expires = time.time() + ttl_s if ttl_s is not None else 0.0
+
+        def name_it(name: BlockKey) -> Put:
+            return self._name(name, key, size, version, replace, expires)
+
+        return Receiving(self._core, tenant, size, name_it)
+
+    def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
+        """The key means the block that is `stored` now; wait until that is written down. Full."""
+        with self._lock:
+            of = self._core.books.of(name.salt)
+            there = self._core.live(of, name.salt, key)
+            if there is None or replace:
+                # A content that something means already, whichever disk it is on.
+                of.count("dedup_hits", name.chunk in of.contents)
+                ref = self._enter(of, name, key, size, version, expires)
+                if there is None:
+                    of.count("put_new")
+            else:
+                of.count("dedup_hits")
+                ref = there
+        try:
+            self._core.catalog.commit(ref.ticket)
+        except Full:
             with self._lock:
-                of = self._core.books.of(tenant)
-                there = self._core.live(of, tenant, key)
-                if there is None or replace:
-                    # A content that something means already, whichever disk it is on.
-                    of.count("dedup_hits", name.chunk in of.contents)
-                    ref = self._enter(of, name, key, len(body), version, expires)
-                    if there is None:
-                        of.count("put_new")
-                else:
-                    of.count("dedup_hits")
-                    ref = there
-            try:
-                self._core.catalog.commit(ref.ticket)
-            except Full:
-                with self._lock:
-                    if of.refs.get(key) is ref:
-                        of.count("put_new", -1 if there is None else 0)
-                        self._core.settle(self._core.books.unname(of, key))
-                raise
+                if of.refs.get(key) is ref:
+                    of.count("put_new", -1 if there is None else 0)
+                    self._core.settle(self._core.books.unname(of, key))
+            raise
         return Put(there is None, ref.content.digest.hex())
 
     def _enter(self, of: Tenant, name: BlockKey, key: bytes, size: int, version: int | None, expires: float) -> Ref:

@@ -58,10 +58,19 @@ class Core:
     def stored(self, key: BlockKey, body: memoryview) -> Iterator[None]:
         """The bytes are on the warm disk and stay there meanwhile. Full, TooLarge."""
         self.tiers.put(key, body)
+        with self.held(key):
+            yield
+
+    @contextmanager
+    def held(self, key: BlockKey) -> Iterator[None]:
+        """Let go, at the end, of a block that was put into the warm disk; if nothing came to mean it, it goes."""
         try:
             yield
         finally:
             self.tiers.stores[Tier.WARM].unpin([key])
+            with self.lock:
+                if not self._wanted(Tier.WARM, key):
+                    self.orphan(Tier.WARM, key)
 
     def open(self, content: Content, *, count: bool) -> Block | None:
         """To read it; `count`: it was counted as a hit, which must be undone if it turns out to be corrupt."""

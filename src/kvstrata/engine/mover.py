@@ -157,8 +157,6 @@ class Mover:
             if core.books.has(content) and content.tier is Tier.COLD:
                 core.move(content, Tier.WARM)
                 core.books.of(content.tenant).count("promotions")
-            elif not core.books.has(content):
-                core.orphan(Tier.WARM, key)
 
     def _read(self, block: PinnedBlock) -> bytearray | None:
         """All of it, checked; None if it is not fit to be kept."""

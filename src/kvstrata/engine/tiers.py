@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from kvstrata.engine.books import Content, Tier, block_key
+from kvstrata.engine.books import NAMESPACE, Content, Tier, block_key
 from kvstrata.engine.errors import Full, TooLarge
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.store.direct import PinnedBlock
 from kvstrata.store.events import NoEvents
+from kvstrata.store.incoming import Incoming
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.settings import StoreSettings
-from kvstrata.store.store import BlockStore, Outcome
+from kvstrata.store.store import BlockStore, Outcome, Result
 
 __all__ = ["Tiers", "Watcher"]
 
@@ -76,7 +77,7 @@ class Tiers:
         )
         return BlockStore.open(settings, _Listener(tier, self._watcher), evicting=False)
 
-    def begin(self) -> None:
+    def begin_evicting(self) -> None:
         """Evict from now on: not before somebody can bring what goes to the cold disk."""
         for store in self.stores.values():
             store.begin_evicting()
@@ -97,21 +98,38 @@ class Tiers:
 
     def put(self, key: BlockKey, body: memoryview) -> None:
         """Into the warm tier, unless it is there; it is pinned there afterwards. Full, TooLarge."""
+        self._stored(key, self.stores[Tier.WARM].put_pinned(key, body, _PUT_S), len(body))
+
+    def begin(self, tenant: str, size: int) -> Incoming:
+        """A value that comes in. Full, TooLarge."""
+        try:
+            incoming = self.stores[Tier.WARM].begin_put(size, tenant, NAMESPACE, _PUT_S)
+        except OSError as error:
+            raise Full(f"the value cannot be stored: {error}", retry=True) from error
+        return self._refuse(incoming, size) if isinstance(incoming, str) else incoming
+
+    def publish(self, incoming: Incoming, key: BlockKey, size: int) -> None:
+        """It is all there: as put."""
+        self._stored(key, incoming.publish(key, _PUT_S), size)
+
+    def _stored(self, key: BlockKey, result: Result, size: int) -> None:
         store = self.stores[Tier.WARM]
-        result = store.put_pinned(key, body, _PUT_S)
         if result.outcome is Outcome.ERROR:
-            if result.reason == "too_large":
-                raise TooLarge(
-                    f"found: a value of {len(body)} bytes; needed: at most about {int(self._settings.capacity * 0.8)}"
-                    " (KV_ENGINE_CAPACITY_BYTES)"
-                )
-            raise Full(f"the value cannot be stored: {result.reason}", retry=result.reason in _PASSES)
+            self._refuse(result.reason, size)
         try:
             if self._settings.durability == "fsync":
                 store.sync(key)
         except OSError as error:
             store.unpin([key])
             raise Full(f"the value cannot be brought to the disk: {error}", retry=True) from error
+
+    def _refuse(self, reason: str, size: int) -> NoReturn:
+        if reason == "too_large":
+            raise TooLarge(
+                f"found: a value of {size} bytes; needed: at most about {int(self._settings.capacity * 0.8)}"
+                " (KV_ENGINE_CAPACITY_BYTES)"
+            )
+        raise Full(f"the value cannot be stored: {reason}", retry=reason in _PASSES)
 
     def pin(self, content: Content) -> bool:
         """Keep it where it is; False if it is not there (any more)."""

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from kvstrata.store.capacity import ADMITTED, Capacity
 from kvstrata.store.codecs import CodecError
 from kvstrata.store.deadline import Outcome, Result
 from kvstrata.store.format import BadBlock
+from kvstrata.store.incoming import Incoming
 from kvstrata.store.index import Claim, Index, Victim
 from kvstrata.store.keeper import Keeper
 from kvstrata.store.keys import BlockKey
@@ -203,14 +204,35 @@ class Direct:
 
     def _write(self, key: BlockKey, entry: bytes, source: memoryview, end: float) -> Result:
         """Of a claimed entry; the claim has ended afterwards."""
-        done: Written | None = None
+        answer = self._room(entry, len(source), len(key.namespace) + len(key.salt), end)
+        if answer != ADMITTED:
+            self._index.written(entry, None)
+            return Result(Outcome.ERROR, answer)
+        return self._end(key, entry, len(source), lambda: self._io.write(key, source, 1, UNLIMITED))
+
+    def finish(self, key: BlockKey, entry: bytes, fd: int, header: bytes) -> Result:
+        """The same for a file that is complete but for its header and name."""
+        return self._end(key, entry, len(header), lambda: self._io.name(fd, key, header))
+
+    def begin(self, size: int, names: int, deadline_s: float) -> Incoming | str:
+        """Room and a file for a block that comes in, else why not; `names`: bytes of namespace and salt. OSError."""
+        claim = Incoming.name()
+        self._index.claim([claim])
+        try:
+            answer = self._room(claim, size, names, time.monotonic() + deadline_s)
+            if answer != ADMITTED:
+                self._index.written(claim, None)
+                return answer
+            return Incoming(self, self._index, claim, self._io.unnamed(), size, self._io.sub_bytes)
+        except BaseException:
+            self._index.written(claim, None)
+            raise
+
+    def _end(self, key: BlockKey, entry: bytes, size: int, write: Callable[[], Written]) -> Result:
         nbytes, used_ns = None, 0
         try:
-            answer = self._room(key, entry, len(source), end)
-            if answer != ADMITTED:
-                return Result(Outcome.ERROR, answer)
             try:
-                done = self._try(key, source)
+                done = self._try(write)
             finally:
                 self._surroundings.around(entry)
             nbytes, used_ns = done.allocated, done.mtime_ns
@@ -222,7 +244,7 @@ class Direct:
                     nbytes, used_ns = size_on_disk(status), status.st_mtime_ns
         except OSError as error:
             if error.errno in _FULL:
-                self._capacity.short(len(source))
+                self._capacity.short(size)
             log.warning("block store: cannot store a block: %s", error)
             return Result(Outcome.ERROR, error_word(error))
         finally:
@@ -230,17 +252,17 @@ class Direct:
         self._keeper.new(entry)
         return Result(Outcome.STORED, nbytes=nbytes or 0)
 
-    def _room(self, key: BlockKey, entry: bytes, nbytes: int, end: float) -> str:
+    def _room(self, entry: bytes, nbytes: int, names: int, end: float) -> str:
         """ADMITTED, or why not."""
         waiting = _Answer()
-        room = self._capacity.room_for(nbytes, len(key.namespace) + len(key.salt))
+        room = self._capacity.room_for(nbytes, names)
         answer = self._capacity.admit(entry, room, waiting.give)
         return waiting.take(end) if answer is None else answer
 
-    def _try(self, key: BlockKey, source: memoryview) -> Written:
+    def _try(self, write: Callable[[], Written]) -> Written:
         for left in reversed(range(_TRIES)):
             try:
-                return self._io.write(key, source, 1, UNLIMITED)
+                return write()
             except OSError as error:
                 # EPERM: ext4's word for a directory that was removed after it was found (the evictor tidies).
                 if not left or error.errno not in (errno.ENOENT, errno.EPERM):

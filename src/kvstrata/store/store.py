@@ -18,6 +18,7 @@ from kvstrata.store.entries import Entries
 from kvstrata.store.errors import StoreError
 from kvstrata.store.events import Events, NoEvents
 from kvstrata.store.health import Health
+from kvstrata.store.incoming import Incoming
 from kvstrata.store.index import Index
 from kvstrata.store.keeper import Keeper
 from kvstrata.store.keys import BlockKey
@@ -219,6 +220,12 @@ class BlockStore:
         if self._closed or self._health.puts_suspect:
             return Result(Outcome.ERROR, "closed" if self._closed else "suspect")
         return self._direct.put(key, source, self._settings.store_deadline_s if deadline_s is None else deadline_s)
+
+    def begin_put(self, size: int, salt: str, namespace: str, deadline_s: float) -> Incoming | str:
+        """Room for a block whose bytes come in, in the caller's thread; else the reason. OSError."""
+        if self._closed or self._health.puts_suspect:
+            return "closed" if self._closed else "suspect"
+        return self._direct.begin(size, len(namespace) + len(salt), deadline_s)
 
     def open_pinned(self, key: BlockKey) -> PinnedBlock | None:
         """A block to read in the caller's thread, piece by piece; None: a miss."""
