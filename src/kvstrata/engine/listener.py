@@ -30,6 +30,8 @@ _TICK_S = 0.25
 # What is left for a short answer once a deadline has passed, before the connection is cut.
 _LAST_WORDS_S = 2.0
 _BACKLOG = 4096
+# To send the first byte. Only who has sent something may be idle for longer.
+_FIRST_S = 60.0
 # A machine that vanished is asked after so many idle seconds, or its connections would stay where idle_s is None.
 _DEAD_AFTER_S = 120
 
@@ -186,7 +188,7 @@ class Listener:
             sock.setblocking(False)
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         connection = Connection(sock, peer, self._idle_s)
-        connection.until(self._handshake_s if self._tls is not None else self._idle_s)
+        connection.until(min(self._handshake_s if self._tls is not None else _FIRST_S, self._idle_s))
         with self._lock:
             connection.stopping = connection.hurry = self._stopping
             connection.parked = True
