@@ -113,6 +113,7 @@ class Http:
     def _answer(self, connection: Connection, raw: bytes) -> bool:
         """One request. Returns whether the connection stays."""
         began = time.perf_counter()
+        connection.until(None)  # the head was in time; what comes now has times of its own
         try:
             head = parse(raw)
         except Problem as problem:
