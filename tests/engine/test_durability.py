@@ -127,3 +127,31 @@ def test_fsync_brings_block_folders_and_catalog_to_the_device_before_it_acknowle
     assert acknowledged.index("fsync(") > linked
     # The row comes last: it must not be there without its bytes.
     assert "catalog.sqlite-wal>" in synced[-1]
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_disk_that_fails_or_hangs_on_command(tmp_path: Path) -> None:
+    """Runs inside_faults.py with a shim between Python and the disk."""
+    here = Path(__file__).parent
+    library, faults = tmp_path / "faults.so", tmp_path / "faults"
+    source = here.parent / "store/faults.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    faults.write_text("..")
+    env = {
+        **os.environ,
+        "LD_PRELOAD": str(library),
+        "KV_FAULTS": str(faults),
+        "KV_FAULT_ROOT": str(tmp_path / "engine/blocks"),
+        "KV_TEST_ROOT": str(tmp_path / "engine"),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "inside_faults.py")]
+    done = subprocess.run(
+        [*command, f"--basetemp={tmp_path / 'inside'}"],
+        cwd=here.parents[1],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

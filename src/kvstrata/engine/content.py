@@ -124,12 +124,11 @@ class Engine:
         buffer has to hold it. What is left before `done` was never there. Refused, TooLarge, Full.
         """
         self._check(tenant, key, size, version)
-        expires = time.time() + ttl_s if ttl_s is not None else 0.0
 
-        def name_it(name: BlockKey) -> Put:
-            return self._name(name, key, size, version, replace, expires)
+        def name_it(name: BlockKey, over: bool, ttl: float | None) -> Put:
+            return self._name(name, key, size, version, over, time.time() + ttl if ttl is not None else 0.0)
 
-        return Receiving(self._core, tenant, size, name_it)
+        return Receiving(self._core, tenant, size, name_it, replace=replace, ttl_s=ttl_s)
 
     def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
         """The key means the block that is `stored` now; wait until that is written down. Full."""

@@ -74,6 +74,8 @@ class Tiers:
             free_floor=self._settings.free_floor,
             allow_fs=self._settings.allow_fs,
             sub_bytes=_PIECE,
+            load_deadline_s=self._settings.disk_s,
+            store_deadline_s=3 * self._settings.disk_s,
         )
         return BlockStore.open(settings, _Listener(tier, self._watcher), evicting=False)
 
@@ -134,6 +136,10 @@ class Tiers:
     def pin(self, content: Content) -> bool:
         """Keep it where it is; False if it is not there (any more)."""
         return self.stores[content.tier].contains_and_pin([block_key(content.tenant, content.digest)])[0]
+
+    def serves(self, content: Content) -> bool:
+        """True if it is there and its disk answers, as far as memory knows."""
+        return self.stores[content.tier].contains([block_key(content.tenant, content.digest)])[0]
 
     def unpin(self, content: Content) -> None:
         """One holder less."""

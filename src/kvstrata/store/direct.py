@@ -29,11 +29,14 @@ from kvstrata.store.removal import Remover
 from kvstrata.store.root import Root
 from kvstrata.store.scan import size_on_disk
 from kvstrata.store.scratch import Scratch
+from kvstrata.store.stuck import Stuck
 from kvstrata.store.surroundings import Surroundings
 
 __all__ = ["Direct", "PinnedBlock"]
 
 _TRIES = 3
+_STRIKES = 2
+_STRIKES_KEPT = 1024
 _PAUSE_S = 0.001
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -68,7 +71,9 @@ class PinnedBlock:
         """
         try:
             for sub in range(first, self._block.header.sub_count):
-                yield self._block.checked(sub, room)
+                with self._direct.reads:
+                    piece = self._block.checked(sub, room)
+                yield piece
         except (BadBlock, OSError, CodecError) as error:
             self._direct.judge(self._entry, self.birth, error)
             raise
@@ -101,7 +106,12 @@ class Direct:
         surroundings: Surroundings,
         keeper: Keeper,
         remover: Remover,
+        reads: Stuck,
+        writes: Stuck,
     ) -> None:
+        self.reads = reads
+        self.writes = writes
+        self._strikes: dict[bytes, int] = {}
         self._root = root
         self._io = io
         self._index = index
@@ -119,7 +129,8 @@ class Direct:
             return None
         birth = self._index.birth(entry)
         try:
-            block = self._io.open(key)
+            with self.reads:
+                block = self._io.open(key)
         except (BadBlock, OSError) as error:
             try:
                 self.judge(entry, birth, error)
@@ -154,6 +165,16 @@ class Direct:
             self._remover.remove(self._index.take_bad(entry, birth), even_pinned=True)
         else:
             log.warning("block store: cannot read %s: %s", self._index.names.path(entry), error)
+            self._strike(entry, birth)
+
+    def _strike(self, entry: bytes, birth: int) -> None:
+        """A bad sector would make a promise that fails for ever, and keep a good copy out: the second time it goes."""
+        if len(self._strikes) >= _STRIKES_KEPT:
+            self._strikes.clear()
+        self._strikes[entry] = self._strikes.get(entry, 0) + 1
+        if self._strikes[entry] >= _STRIKES:
+            del self._strikes[entry]
+            self._remover.remove(self._index.take_bad(entry, birth))
 
     # -- removing
 
@@ -232,7 +253,8 @@ class Direct:
         nbytes, used_ns = None, 0
         try:
             try:
-                done = self._try(write)
+                with self.writes:
+                    done = self._try(write)
             finally:
                 self._surroundings.around(entry)
             nbytes, used_ns = done.allocated, done.mtime_ns

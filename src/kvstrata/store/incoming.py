@@ -60,7 +60,8 @@ class Incoming:
                 self._crc = 0
             rest = piece
             while rest:
-                done = os.pwrite(self._fd, rest, at)
+                with self._direct.writes:
+                    done = os.pwrite(self._fd, rest, at)
                 at, rest = at + done, rest[done:]
             data = data[len(piece) :]
 

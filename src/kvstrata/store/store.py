@@ -31,6 +31,7 @@ from kvstrata.store.root import Root, open_root
 from kvstrata.store.scan import scan_root
 from kvstrata.store.settings import StoreSettings
 from kvstrata.store.stores import Storer
+from kvstrata.store.stuck import Stuck
 from kvstrata.store.surroundings import Surroundings
 
 __all__ = ["BlockInfo", "BlockStore", "Outcome", "Result", "StoreError", "Usage"]
@@ -74,7 +75,10 @@ class BlockStore:
         self._watch = Watch(self._late)
         self._loader = Loader(io, self._index, self._remover, self._keeper, self._pool, settings.worker_count)
         self._storer = Storer(root, io, self._index, self._capacity, around, self._keeper, self._pool)
-        self._direct = Direct(root, io, self._index, self._capacity, around, self._keeper, self._remover)
+        self._reads, self._writes = Stuck(settings.load_deadline_s), Stuck(settings.store_deadline_s)
+        self._direct = Direct(
+            root, io, self._index, self._capacity, around, self._keeper, self._remover, self._reads, self._writes
+        )
         self._closed = False
 
     @classmethod
@@ -132,13 +136,13 @@ class BlockStore:
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks are there; none while the disk is suspect."""
-        if self._closed or self._health.suspect:
+        if self._closed or self._suspect:
             return [False] * len(keys)
         return self._index.contains([self._names.known(key) for key in keys])
 
     def contains_and_pin(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks are there; those get one more holder each, and stay until `unpin` (or until found corrupt)."""
-        if self._closed or self._health.suspect:
+        if self._closed or self._suspect:
             return [False] * len(keys)
         return self._index.hold([self._names.known(key) for key in keys])
 
@@ -161,7 +165,7 @@ class BlockStore:
             blocks=counts.blocks,
             by_namespace=self._index.by_names(),
             free_on_device=self._keeper.free_on_device,
-            suspect=self._health.suspect,
+            suspect=self._suspect,
         )
 
     def scan(self, after: str | None = None, limit: int | None = None) -> Iterator[BlockInfo]:
@@ -217,19 +221,19 @@ class BlockStore:
         """put, of one block and in the caller's thread, which waits for the disk. After STORED and PRESENT the block
         has one more holder: `unpin`.
         """
-        if self._closed or self._health.puts_suspect:
+        if self._closed or self._puts_suspect:
             return Result(Outcome.ERROR, "closed" if self._closed else "suspect")
         return self._direct.put(key, source, self._settings.store_deadline_s if deadline_s is None else deadline_s)
 
     def begin_put(self, size: int, salt: str, namespace: str, deadline_s: float) -> Incoming | str:
         """Room for a block whose bytes come in, in the caller's thread; else the reason. OSError."""
-        if self._closed or self._health.puts_suspect:
+        if self._closed or self._puts_suspect:
             return "closed" if self._closed else "suspect"
         return self._direct.begin(size, len(namespace) + len(salt), deadline_s)
 
     def open_pinned(self, key: BlockKey) -> PinnedBlock | None:
         """A block to read in the caller's thread, piece by piece; None: a miss."""
-        return None if self._closed or self._health.suspect else self._direct.open(key)
+        return None if self._closed or self._suspect else self._direct.open(key)
 
     def open_leaving(self, key: BlockKey) -> PinnedBlock | None:
         """During `Events.on_evicting`, one of its blocks; None: it cannot be read."""
@@ -278,6 +282,14 @@ class BlockStore:
         self._root.close()
 
     # -- inside
+
+    @property
+    def _suspect(self) -> bool:
+        return self._health.suspect or bool(self._reads)
+
+    @property
+    def _puts_suspect(self) -> bool:
+        return self._health.puts_suspect or bool(self._reads) or bool(self._writes)
 
     def _batch(
         self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float, kind: int | None
