@@ -124,10 +124,12 @@ class Engine:
         buffer has to hold it. What is left before `done` was never there. Refused, TooLarge, Full.
         """
         self._check(tenant, key, size, version)
-        expires = time.time() + ttl_s if ttl_s is not None else 0.0
+        begun = time.time()
 
-        def name_it(name: BlockKey) -> Put:
-            return self._name(name, key, size, version, replace, expires)
+        def name_it(name: BlockKey, replaces: bool | None, lives_s: float | None) -> Put:
+            seconds = ttl_s if lives_s is None else lives_s
+            expires = 0.0 if seconds is None else (begun if lives_s is None else time.time()) + seconds
+            return self._name(name, key, size, version, replace if replaces is None else replaces, expires)
 
         return Receiving(self._core, tenant, size, name_it)
 

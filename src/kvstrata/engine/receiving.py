@@ -28,7 +28,9 @@ class Receiving:
     to 1 MiB are best: each is used three times while it is in a CPU's cache.
     """
 
-    def __init__(self, core: Core, tenant: str, size: int, name_it: Callable[[BlockKey], Put]) -> None:
+    def __init__(
+        self, core: Core, tenant: str, size: int, name_it: Callable[[BlockKey, bool | None, float | None], Put]
+    ) -> None:
         """Waits for room. Full, TooLarge."""
         self._core = core
         self._tenant = tenant
@@ -45,12 +47,15 @@ class Receiving:
         except OSError as error:
             raise Full(f"the value cannot be stored: {error}", retry=True) from error
 
-    def done(self) -> Put:
-        """All bytes are in: acknowledged when this returns. Full; ValueError if some are missing."""
+    def done(self, *, replace: bool | None = None, ttl_s: float | None = None) -> Put:
+        """All bytes are in: acknowledged when this returns. Full; ValueError if some are missing.
+
+        `replace`, `ttl_s`: for a protocol that tells them behind the value; None: as they were at the beginning.
+        """
         key = block_key(self._tenant, self._hash.digest())
         self._core.tiers.publish(self._incoming, key, self._size)
         with self._core.held(key):
-            return self._name_it(key)
+            return self._name_it(key, replace, ttl_s)
 
     def close(self) -> None:
         """Give back what was not used; idempotent."""
