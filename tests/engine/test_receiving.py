@@ -126,3 +126,12 @@ def test_too_many_that_come_in_at_once_are_refused_and_not_written(engine: Engin
     for incoming in open_ones:
         incoming.close()
     assert receive(engine, b"k", data(1, 4 * MIB), MIB).new
+
+
+def test_options_may_come_after_the_bytes(engine: Engine) -> None:
+    receive(engine, b"k", data(1), MIB)
+    with engine.receive("a", b"k", len(data(2))) as incoming:
+        incoming.write(memoryview(data(2)))
+        assert not incoming.done(replace=True, ttl_s=100.0).new
+    assert get(engine, b"k") == data(2)
+    assert 90 < (engine.ttl("a", b"k") or 0) <= 100

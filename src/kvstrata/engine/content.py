@@ -124,14 +124,11 @@ class Engine:
         buffer has to hold it. What is left before `done` was never there. Refused, TooLarge, Full.
         """
         self._check(tenant, key, size, version)
-        begun = time.time()
 
-        def name_it(name: BlockKey, replaces: bool | None, lives_s: float | None) -> Put:
-            seconds = ttl_s if lives_s is None else lives_s
-            expires = 0.0 if seconds is None else (begun if lives_s is None else time.time()) + seconds
-            return self._name(name, key, size, version, replace if replaces is None else replaces, expires)
+        def name_it(name: BlockKey, over: bool, ttl: float | None) -> Put:
+            return self._name(name, key, size, version, over, time.time() + ttl if ttl is not None else 0.0)
 
-        return Receiving(self._core, tenant, size, name_it)
+        return Receiving(self._core, tenant, size, name_it, replace=replace, ttl_s=ttl_s)
 
     def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
         """The key means the block that is `stored` now; wait until that is written down. Full."""

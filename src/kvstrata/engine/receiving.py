@@ -29,9 +29,18 @@ class Receiving:
     """
 
     def __init__(
-        self, core: Core, tenant: str, size: int, name_it: Callable[[BlockKey, bool | None, float | None], Put]
+        self,
+        core: Core,
+        tenant: str,
+        size: int,
+        name_it: Callable[[BlockKey, bool, float | None], Put],
+        *,
+        replace: bool,
+        ttl_s: float | None,
     ) -> None:
         """Waits for room. Full, TooLarge."""
+        self._replace = replace
+        self._ttl_s = ttl_s
         self._core = core
         self._tenant = tenant
         self._size = size
@@ -48,14 +57,17 @@ class Receiving:
             raise Full(f"the value cannot be stored: {error}", retry=True) from error
 
     def done(self, *, replace: bool | None = None, ttl_s: float | None = None) -> Put:
-        """All bytes are in: acknowledged when this returns. Full; ValueError if some are missing.
-
-        `replace`, `ttl_s`: for a protocol that tells them behind the value; None: as they were at the beginning.
+        """All bytes are in: acknowledged when this returns. `replace`, `ttl_s`: where they were not known before the
+        bytes; None: as given to `receive`. Full; ValueError if bytes are missing.
         """
         key = block_key(self._tenant, self._hash.digest())
         self._core.tiers.publish(self._incoming, key, self._size)
         with self._core.held(key):
-            return self._name_it(key, replace, ttl_s)
+            return self._name_it(
+                key,
+                self._replace if replace is None else replace,
+                self._ttl_s if ttl_s is None else ttl_s,
+            )
 
     def close(self) -> None:
         """Give back what was not used; idempotent."""
