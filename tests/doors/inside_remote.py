@@ -16,10 +16,12 @@ import inside_manager
 import pytest
 from inside_engine import wired
 from inside_manager import CHUNKS, SHAPES, Server
-from l2_parts import LAYOUT, content, fill, from_spec
+from l2_parts import CAPACITY, LAYOUT, content, fill, from_spec
 from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
+from lmcache.v1.mp_observability import event_bus
 from remote_parts import Process, Wire
 
+from kvstrata.doors import remote_touch
 from kvstrata.doors.remote_wire import key_path
 
 SPEC = {
@@ -158,6 +160,33 @@ def test_an_engine_that_ends_between_the_promise_and_the_load_is_a_cut_prefix(se
     server.wire.mode = "cut"  # small answers (lookups) pass, blocks are cut short: promised and not given
     assert server.read(keys) == 0
     server.wire.mode = "pass"
+
+
+def test_a_prefix_that_only_l1_answers_does_not_age_in_the_engine(
+    serve: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traffic of twice the capacity passes; the prefix is read from L1 alone all the while, then L1 is lost."""
+    monkeypatch.setattr(remote_touch.Touches.__init__, "__defaults__", (0.05,))
+    bus = event_bus.init_event_bus(event_bus.EventBusConfig(enabled=True))
+    bus.start()
+    try:
+        server = serve()
+        hot = server.keys("hot")
+        server.put(hot)
+        passed, number = 0, 0
+        while passed < 2 * CAPACITY:
+            other = server.keys(f"cold-{number}", 60)
+            server.write(other, gone=True)
+            server.drop_l1(other)
+            server.manager.touch_l1_keys(hot)
+            time.sleep(0.1)
+            passed, number = passed + len(other) * 196608, number + 1
+        assert not any(server.stored(server.keys("cold-0"))), "others were evicted"
+        server.drop_l1(hot)
+        assert server.read(hot) == CHUNKS
+    finally:
+        bus.stop()
+        event_bus.init_event_bus(event_bus.EventBusConfig(enabled=False))
 
 
 def test_lmcache_is_told_to_delete_and_the_engine_has_it_no_more(serve: Callable[..., Remote]) -> None:

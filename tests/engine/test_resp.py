@@ -80,6 +80,19 @@ def test_set_replaces_and_nx_does_not(client: Client) -> None:
     assert client("GET", "k") == b"four"
 
 
+def test_options_behind_a_value_that_was_written_while_it_came_in(client: Client) -> None:
+    one, two = value(2 * MIB, 1), value(2 * MIB, 2)
+    assert client("SET", "k", one, "XX") == NIL
+    assert client("EXISTS", "k") == 0
+    assert client("SET", "k", one, "NX", "EX", 100) == "OK"
+    assert client("SET", "k", two, "NX") == NIL
+    assert client("GET", "k") == one
+    assert 90 <= client("TTL", "k") <= 100
+    assert client("SET", "k", two, "XX") == "OK"
+    assert client("GET", "k") == two
+    assert client("TTL", "k") == -1
+
+
 def test_a_value_with_a_time_to_live_ends(client: Client) -> None:
     assert client("SET", "long", value(2 * MIB), "EX", 100) == "OK"
     assert 90 <= client("TTL", "long") <= 100
@@ -347,6 +360,14 @@ def test_a_value_that_no_memory_is_left_for_is_refused_and_the_connection_stays_
             assert client("SET", "small", "v") == "OK"
         assert client("SET", "k", value(MIB)) == "OK"
         assert client("GET", "k") == value(MIB)
+
+
+def test_a_value_that_no_disk_holds_is_refused_and_the_connection_stays_in_step(tmp_path: Path) -> None:
+    with server(tmp_path, capacity=16 * MIB) as found, Client(found.port) as client:
+        assert client("SET", "k", value(20 * MIB)).startswith("OOM")
+        assert client("SET", "k", value(MIB)) == "OK"
+        assert client("GET", "k") == value(MIB)
+        assert found.budget.used == 0
 
 
 def test_who_stops_in_the_middle_of_a_value_is_cut_and_the_memory_comes_back(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_redis_py_s_value_of_512_mib(engine: EngineProcess) -> None:
         assert client.strlen("largest") == 512 * MIB
         assert client.get("largest") == value
         client.delete("largest")
-    assert engine.rss() < 1100 * MIB
+    assert engine.rss() < 300 * MIB  # it was never in memory as a whole
 
 
 @pytest.fixture
