@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvstrata.engine.content import Engine
@@ -46,3 +47,13 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 def block_files(folder: Path) -> list[Path]:
     """The blocks below a folder, whose directories may go while we look."""
     return [Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".0.0")]
+
+
+def disk_bytes(folder: Path) -> int:
+    """What `du` says, while files may go."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(place, name).lstat().st_blocks * 512
+    return total

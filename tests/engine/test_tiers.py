@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvstrata.engine.content import Engine
-from tests.engine.engines import MIB, block_files, data, get, settings, until
+from tests.engine.engines import MIB, block_files, data, disk_bytes, get, settings, until
 
 Opener = Callable[..., Engine]
 
@@ -56,16 +55,6 @@ def tier(engine: Engine, name: str) -> dict[str, int]:
     return found
 
 
-def disk(folder: Path) -> int:
-    """What `du` says."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += Path(place, name).lstat().st_blocks * 512
-    return total
-
-
 def test_what_the_warm_disk_evicts_is_found_on_the_cold_one(opened: Opener, tmp_path: Path) -> None:
     engine = opened()
     fill(engine, 40)
@@ -74,7 +63,7 @@ def test_what_the_warm_disk_evicts_is_found_on_the_cold_one(opened: Opener, tmp_
     assert stats["evictions"] == 0
     assert tier(engine, "warm")["blocks"] + tier(engine, "cold")["blocks"] == 40
     assert tier(engine, "cold")["blocks"] >= 24
-    assert disk(tmp_path / "engine/blocks") <= 16 * MIB
+    assert disk_bytes(tmp_path / "engine/blocks") <= 16 * MIB
     for number in range(40):
         assert get(engine, b"%d" % number) == data(number, MIB)
     assert engine.stats("a")["get_misses"] == 0
@@ -87,7 +76,7 @@ def test_what_the_cold_disk_evicts_is_gone_and_not_counted(opened: Opener, tmp_p
     stats = engine.stats("a")
     assert len(there) == stats["total_refs"] == 80 - int(str(stats["evictions"]))
     assert there[-10:] == list(range(70, 80))
-    assert disk(tmp_path / "cold") <= 24 * MIB
+    assert disk_bytes(tmp_path / "cold") <= 24 * MIB
     # Each that is read comes back to the warm disk, so that others go.
     for number in there:
         assert get(engine, b"%d" % number) in (None, data(number, MIB))
