@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -107,6 +108,26 @@ def test_redis_py_is_refused_without_the_right_token(engine: EngineProcess) -> N
         assert reader.get("never stored") is None
         with pytest.raises(redis.exceptions.NoPermissionError):
             reader.set("k", "v")
+
+
+def test_redis_py_over_tls(engine_process: Callable[..., EngineProcess], tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    both = tmp_path / "both.pem"
+    host, port = engine_process(RESP="127.0.0.1:0", TLS_CERT=both, TLS_KEY=both, MEMORY_BYTES=512 * MIB).resp
+    value = random.Random(1).randbytes(9 * MIB)
+    with redis.Redis(host, port, ssl=True, ssl_ca_certs=str(tmp_path / "ca.pem"), socket_timeout=60) as client:
+        assert client.set("k", value)
+        assert client.get("k") == value
+        pipe = client.pipeline(transaction=False)
+        for number in range(500):
+            pipe.set(f"k{number}", number).get(f"k{number}")
+        assert pipe.execute() == [part for number in range(500) for part in (True, str(number).encode())]
+        with pytest.raises(redis.ResponseError, match="unknown command"):
+            client.execute_command("APPEND", "k", value)
+        assert client.get("k") == value
 
 
 @pytest.mark.slow
