@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Full
-from tests.engine.engines import MIB, data, get, settings
+from tests.engine.engines import MIB, block_files, data, get, settings, until
 
 
 @pytest.fixture
@@ -155,3 +158,21 @@ def test_a_disk_that_fails_or_hangs_on_command(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_old_value_stays_on_the_disk_until_the_new_one_is_written_down(tmp_path: Path) -> None:
+    engine = Engine.open(settings(tmp_path))
+    engine.put("a", b"key", memoryview(data(1, 5000)))
+    [old] = block_files(tmp_path)
+    with sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")  # a commit that takes long
+        writer = Thread(target=engine.put, args=("a", b"key", memoryview(data(2, 5000))), kwargs={"replace": True})
+        writer.start()
+        until(lambda: len(block_files(tmp_path)) == 2)
+        time.sleep(1.5)  # the sweeper looks twice a second
+        assert old.exists()
+        other.execute("ROLLBACK")
+    writer.join()
+    until(lambda: not old.exists())
+    assert get(engine, b"key") == data(2, 5000)
+    engine.close()

@@ -12,6 +12,7 @@ from functools import partial
 from kvstrata.engine.block import Block
 from kvstrata.engine.books import Books, Content, Ref, Tenant, Tier, block_key
 from kvstrata.engine.catalog import Catalog, Statement
+from kvstrata.engine.errors import Full
 from kvstrata.engine.hot import HotTier
 from kvstrata.engine.mover import Mover
 from kvstrata.engine.settings import EngineSettings
@@ -198,11 +199,19 @@ class Core:
 
     def sweep(self) -> None:
         """Delete from the disks what nothing means; what somebody still reads waits for the next time."""
+        with self.lock:
+            before = set(self._garbage)
+            ticket = self.catalog.queue(())
+        # First what made it garbage: a crash in between would find the old name, acknowledged long ago, without bytes.
+        try:
+            self.catalog.commit(ticket)
+        except Full:
+            return
         steps = []
         with self.lock:
             # Judged and taken out under one lock: a moment later it may be wanted again, there.
-            garbage = [it for it in self._garbage if not self._wanted(*it)]
-            self._garbage.clear()
+            garbage = [it for it in self._garbage & before if not self._wanted(*it)]
+            self._garbage -= before
             for tier, store in self.tiers.stores.items():
                 step, left = store.delete_here([key for its, key in garbage if its is tier])
                 steps.append(step)
