@@ -20,6 +20,8 @@ def port_findings(settings: Settings, ours: Collection[int]) -> list[Finding]:
     wanted = {"KV_PORT": settings.port}
     if settings.persist:
         wanted["KV_METRICS_PORT"] = settings.metrics_port
+    if settings.has_engine:
+        wanted["KV_ENGINE_PORT"] = settings.engine_port
     result = []
     for knob, port in wanted.items():
         if port in ours:

@@ -23,19 +23,21 @@ from kvstrata.deploy.steps import Step, Steps
 __all__ = ["ImageSet", "ImageSettings", "bake", "build", "decide_source", "ensure", "pull", "tags"]
 
 NAMES = ("vllm", "proxy")
+"""Of every stack. The KV engine's image comes with its layer only."""
 BAKE_FILE = "images/docker-bake.hcl"
 _SYSTEM_CA = "/etc/ssl/certs/ca-certificates.crt"
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """What compose gets: three references, KV_PULL_POLICY, and where they came from ("build" or "pull")."""
+    """What compose gets: references ("" for the engine's without its layer), KV_PULL_POLICY, "build" or "pull"."""
 
     vllm: str
     lmcache: str
     proxy: str
     pull_policy: str
     source: str
+    engine: str = ""
 
 
 class ImageSettings(Protocol):
@@ -45,6 +47,8 @@ class ImageSettings(Protocol):
     def root(self) -> Path: ...
     @property
     def device(self) -> str: ...
+    @property
+    def has_engine(self) -> bool: ...
     @property
     def image_source(self) -> str: ...
     @property
@@ -80,7 +84,11 @@ def ensure(settings: ImageSettings, steps: Steps) -> ImageSet:
 
 
 def _locked(lock: Lock, settings: ImageSettings) -> list[Image]:
-    return [lock.image(name, settings.device) for name in NAMES]
+    return [lock.image(name, settings.device) for name in _names(settings)]
+
+
+def _names(settings: ImageSettings) -> tuple[str, ...]:
+    return (*NAMES, "engine") if settings.has_engine else NAMES
 
 
 def pull(settings: ImageSettings, steps: Steps) -> ImageSet:
@@ -89,7 +97,7 @@ def pull(settings: ImageSettings, steps: Steps) -> ImageSet:
     with steps.step("Images, pulled") as step:
         fetched = [name for name, ref in images.items() if pull_one(ref, step)]
         step.done(", ".join(fetched) if fetched else "all present")
-    return ImageSet(images["vllm"], images["vllm"], images["proxy"], "missing", "pull")
+    return ImageSet(images["vllm"], images["vllm"], images["proxy"], "missing", "pull", images.get("engine", ""))
 
 
 def pull_one(ref: str, step: Step) -> bool:
@@ -119,11 +127,12 @@ def build(settings: ImageSettings, steps: Steps) -> ImageSet:
     with steps.step("Images, built here") as step:
         base = base_image(settings, lock, pair, step)
         wanted = tags(settings.root, settings.device, base, pair)
-        missing = [name for name in NAMES if not _present(wanted[name])]
+        missing = [name for name in _names(settings) if not _present(wanted[name])]
         if missing:
             bake(settings, pair, base, wanted, missing, step)
         step.done(f"{wanted['vllm']}" + (f" ({' and '.join(missing)} now)" if missing else " (unchanged)"))
-    return ImageSet(wanted["vllm"], wanted["vllm"], wanted["proxy"], "never", "build")
+    engine = wanted["engine"] if settings.has_engine else ""
+    return ImageSet(wanted["vllm"], wanted["vllm"], wanted["proxy"], "never", "build", engine)
 
 
 def base_image(settings: ImageSettings, lock: Lock, pair: Pair, step: Step) -> str:
@@ -145,7 +154,7 @@ def base_image(settings: ImageSettings, lock: Lock, pair: Pair, step: Step) -> s
 def tags(root: Path, device: str, base: str, pair: Pair) -> dict[str, str]:
     """Local tag of each image: name, device and a hash over what its .dockerignore lets in and the build arguments."""
     found: dict[str, str] = {}
-    for name, variant in (("vllm", f"{device}-"), ("proxy", "")):
+    for name, variant in (("vllm", f"{device}-"), ("proxy", ""), ("engine", "")):
         patterns = allowed((root / f"images/{name}/Dockerfile.dockerignore").read_text())
         files = context_files(root, [*patterns, BAKE_FILE])
         extra = {"base": base}
@@ -170,6 +179,7 @@ def bake(
         "TORCH_VERSION": pair.torch,
         "VLLM_TAG": wanted["vllm"],
         "PROXY_TAG": wanted["proxy"],
+        "ENGINE_TAG": wanted["engine"],
         "CA_BUNDLE": str(ca_bundle(settings) or ""),
         "PIP_CONF": str(pip_conf() or ""),
         "BUILDX_NO_DEFAULT_ATTESTATIONS": "1",

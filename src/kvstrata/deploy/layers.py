@@ -39,12 +39,13 @@ DEVICE_LAYERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gb10": ("gb10", ("nvidia-lmcache",)),
 }
 
-_HEADER = re.compile(r"^# (purpose|adds|needs|undo):[ \t]*(.*)$", re.M)
+_HEADER = re.compile(r"^# (purpose|adds|needs|not with|undo):[ \t]*(.*)$", re.M)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One compose file with its header. `needs` are names of layers that must stand before it."""
+    """One compose file with its header. `needs` are names of layers that must stand before it, `without` of those that
+    must not be there at all (`# not with:`, the one line of the header that may be left out)."""
 
     name: str
     path: Path
@@ -52,6 +53,7 @@ class Layer:
     adds: str
     needs: tuple[str, ...]
     undo: str
+    without: tuple[str, ...] = ()
 
 
 def load(path: Path) -> Layer:
@@ -61,8 +63,9 @@ def load(path: Path) -> Layer:
     if missing:
         raise KvError(f"{path}: header without {', '.join(missing)}", "# purpose: / # adds: / # needs: / # undo: lines",
                       "write the missing lines at the top of that file")  # fmt: skip
-    needs = tuple(name for name in re.split(r"[,\s]+", found["needs"]) if name)
-    return Layer(path.stem, path, found["purpose"], found["adds"], needs, found["undo"])
+    needs, without = (tuple(re.split(r"[,\s]+", found.get(key, "").strip())) for key in ("needs", "not with"))
+    needs, without = (tuple(filter(None, names)) for names in (needs, without))
+    return Layer(path.stem, path, found["purpose"], found["adds"], needs, found["undo"], without)
 
 
 def selectable(root: Path) -> tuple[str, ...]:
@@ -122,8 +125,17 @@ def check(files: Iterable[Path]) -> list[Layer]:
                 f"what {path.name} needs: {', '.join(layer.needs)}",
                 f"put {', '.join(lacking)} before {layer.name} in KV_LAYERS in .env",
             )
+        clash = next((f"{a} and {b}" for a, b in _pairs(layer, layers)), "")
+        if clash:
+            raise KvError(
+                f"layers {clash} together", "one place for the blocks", "take one of them out of KV_LAYERS in .env"
+            )
         layers.append(layer)
     return layers
+
+
+def _pairs(layer: Layer, before: Iterable[Layer]) -> Iterable[tuple[str, str]]:
+    return ((o.name, layer.name) for o in before if o.name in layer.without or layer.name in o.without)
 
 
 def compose_file(root: Path, files: Iterable[Path]) -> str:

@@ -97,6 +97,8 @@ def prove(
     finally:
         vllm.close()
         lmcache.close()
+        if target.engine:
+            target.engine.close()
 
 
 def _busy(vllm: VllmClient) -> int:
@@ -134,6 +136,7 @@ def _prove_once(
         ),
         started_at=started,
         planned=LIVE if live else FULL,
+        l2="engine" if target.engine else "disk",
     )
     if report.failures:
         # What runs is not what was set: hits and texts of it would say nothing, and waiting for them takes minutes.
