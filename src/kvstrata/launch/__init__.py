@@ -6,7 +6,7 @@ import sys
 
 __all__ = ["main"]
 
-USAGE = "usage: kvstrata-launch vllm <arguments> | lmcache | engine | relay | hold | health vllm|lmcache|engine|relay|hold"
+USAGE = "usage: kvstrata-launch vllm <arguments> | lmcache | engine | relay | hold | health <one of these>"
 
 
 def main(argv: list[str] | None = None) -> int:

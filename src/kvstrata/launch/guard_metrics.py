@@ -1,7 +1,7 @@
 """The connector guard's state as a Prometheus page, from the reports that it writes (connector/report.py).
 
-Served by the launcher and not by vLLM: the guard lives in engine and worker processes, which must not open ports or start
-exporters (they fork). A report that is not there gives no series, so a guard that is not loaded is an absent one.
+Served by the launcher and not by vLLM: the guard lives in engine and worker processes, which must not open ports or
+start exporters (they fork). A report that is not there gives no series, so a guard that is not loaded is an absent one.
 """
 
 from __future__ import annotations

@@ -83,8 +83,10 @@ def build_argv(env: Mapping[str, str], paths: Paths) -> list[str]:
 
 
 def _telemetry(env: Mapping[str, str]) -> list[str]:
-    """Metrics and traces to the collector, where the observability layer says which. A fixed instance: a restarted server
-    goes on with the same series. Rate 1: by default the life of one block in a hundred is told, of a small cache's none.
+    """Metrics and traces to the collector, where the observability layer says which.
+
+    A fixed instance: a restarted server goes on with the same series. Rate 1: by default the life of one block in a
+    hundred is told, of a small cache's none.
     """
     endpoint = env.get("KV_OTLP_ENDPOINT", "").strip()
     if not endpoint:

@@ -1,8 +1,8 @@
 """`kvstrata-launch relay`: a UNIX socket that passes bytes on to the collector's OTLP port.
 
 lmcache and vllm have no network in common with the collector: LMCache's ZMQ unpickles what it gets, so nobody else may
-reach it. The socket is a file in a volume that outlives containers; the collector itself does not clear one that a killed
-server left behind and would not start again, so this does.
+reach it. The socket is a file in a volume that outlives containers; the collector itself does not clear one that a
+killed server left behind and would not start again, so this does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = ["run", "serve"]
 _MOST = 64
 _PIECE = 64 << 10
 _CONNECT_S = 3.0
+_LINGER_S = 5.0
 _MODE = 0o600
 
 
@@ -67,7 +68,7 @@ async def serve(path: Path, host: str, port: int) -> asyncio.Server:
 
 
 async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-    """Both directions until one ends. Where nobody listens the client sees a closed connection and tries again later."""
+    """Both directions until they end. Where nobody listens the client sees a closed connection and tries again."""
     try:
         async with asyncio.timeout(_CONNECT_S):
             there, back = await asyncio.open_connection(host, port, limit=_PIECE)
@@ -77,6 +78,7 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hos
     pumps = {asyncio.create_task(_pump(reader, back)), asyncio.create_task(_pump(there, writer))}
     try:
         await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(pumps, timeout=_LINGER_S)
     finally:
         for pump in pumps:
             pump.cancel()
@@ -89,5 +91,7 @@ async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
         while piece := await source.read(_PIECE):
             sink.write(piece)
             await sink.drain()
+        if sink.can_write_eof():
+            sink.write_eof()
     except OSError as error:
         print(f"kvstrata-launch: relay: {error}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""One trace a request, through vLLM and LMCache: an ASGI middleware of vLLM's API server, and its counterpart in lmcache.
+"""One trace a request, through vLLM and LMCache: an ASGI middleware of vLLM's API server, and its other end in lmcache.
 
 Neither upstream hands the context of a trace to the other (vllm 0.28.0, lmcache 0.5.3). What does reach LMCache is the
-request's id, which vLLM takes from X-Request-Id. So the middleware opens the trace's first span and puts trace and span id
-into that header; `parent_of` reads them from LMCache's session id. A request that brings an X-Request-Id of its own keeps
-it: LMCache's spans of it are a trace of their own then, to be found by `session_id`.
+request's id, which vLLM takes from X-Request-Id. So the middleware opens the trace's first span and puts trace and span
+id into that header; `parent_of` reads them from LMCache's session id. A request that brings an X-Request-Id of its own
+keeps it: LMCache's spans of it are a trace of their own then, to be found by `session_id`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class TraceIds:
         if not ids.is_valid:  # tracing is off
             await self._app(scope, receive, send)
             return
-        headers = [(key, value) for key, value in scope["headers"] if key.lower() not in (b"traceparent", b"tracestate")]
+        headers = [
+            (key, value) for key, value in scope["headers"] if key.lower() not in (b"traceparent", b"tracestate")
+        ]
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
         headers += [(key.encode(), value.encode()) for key, value in carrier.items()]

@@ -41,7 +41,7 @@ def run(args: Sequence[str], env: Mapping[str, str] = os.environ, paths: Paths |
 
 
 def build_argv(args: Sequence[str], env: Mapping[str, str], paths: Paths) -> list[str]:
-    """`args` plus --kv-transfer-config, and what traces need. Raises ConfigError if they choose a connector themselves."""
+    """`args` plus --kv-transfer-config and what traces need. ConfigError if they choose a connector themselves."""
     if found := owned(args, _CONNECTOR_FLAGS):
         raise ConfigError(f"vLLM's arguments hold {found[0]}, needed none: the launcher adds its own connector; "
                           "take it out of KV_VLLM_EXTRA_ARGS, or set KV_PERSIST=0")  # fmt: skip
