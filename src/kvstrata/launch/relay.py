@@ -8,9 +8,9 @@ killed server left behind and would not start again, so this does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -87,11 +87,9 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hos
 
 
 async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    try:
+    with contextlib.suppress(OSError):  # either end may go at any time
         while piece := await source.read(_PIECE):
             sink.write(piece)
             await sink.drain()
         if sink.can_write_eof():
             sink.write_eof()
-    except OSError as error:
-        print(f"kvstrata-launch: relay: {error}", file=sys.stderr, flush=True)
