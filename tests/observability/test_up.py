@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -91,14 +92,15 @@ def test_one_trace_holds_the_spans_of_vllm_and_of_lmcache(watched: Watched) -> N
     watched.start("vllm", "lmcache")
     watched.wait_ready()
     body = {"model": watched.model(), "prompt": text, "max_tokens": 2, "temperature": 0}
-    trace_id = "5ca1ab1e" * 4
+    trace_id = os.urandom(16).hex()
     started = time.monotonic()
     reply = watched.client.post(
         watched.url + "/v1/completions", json=body, headers={"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
     )
     seconds = time.monotonic() - started
     assert reply.status_code == 200
-    names = {"POST /v1/completions", "llm_request", "request", "mp.lookup_prefetch", "mp.retrieve"}
+    # mp.retrieve and mp.store come with CUDA IPC only (0.5.3 lmcache_driven_transfer.py:1076).
+    names = {"POST /v1/completions", "llm_request", "request", "mp.lookup_prefetch"}
     spans: list[dict[str, Any]] = []
 
     def whole() -> bool:
@@ -107,12 +109,11 @@ def test_one_trace_holds_the_spans_of_vllm_and_of_lmcache(watched: Watched) -> N
 
     wait_until(whole, 30, "the trace")
     by_name = {span["name"]: span for span in spans}
-    assert by_name["llm_request"]["service"] == "vllm" and by_name["mp.retrieve"]["service"] == "lmcache"
+    assert by_name["llm_request"]["service"] == "vllm" and by_name["mp.lookup_prefetch"]["service"] == "lmcache"
     assert by_name["request"]["parent"] == by_name["POST /v1/completions"]["id"]
     assert int(by_name["mp.lookup_prefetch"]["tags"]["hit_tokens"]) == chunks(reply.json()["usage"]["prompt_tokens"])
     ttft = float(by_name["llm_request"]["tags"]["gen_ai.latency.time_to_first_token"])
-    for name in ("mp.lookup_prefetch", "mp.retrieve"):
-        assert by_name[name]["seconds"] <= ttft <= seconds
+    assert by_name["mp.lookup_prefetch"]["seconds"] <= ttft <= seconds
 
 
 def test_a_request_without_a_trace_gets_one(watched: Watched) -> None:
@@ -201,4 +202,4 @@ def test_up_goes_on_where_observability_cannot(watched: Watched) -> None:
 
 def test_retention_is_by_size(watched: Watched) -> None:
     flags = watched.client.get(f"{watched.prometheus}/api/v1/status/flags").json()["data"]
-    assert flags["storage.tsdb.retention.size"] == "2GB"
+    assert flags["storage.tsdb.retention.size"] == "2GiB"
