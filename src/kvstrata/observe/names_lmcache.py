@@ -53,7 +53,7 @@ _ROWS = (
     ("lmcache_mp_l2_load_throughput_GB_per_second", _H, "GB/s", "Speed of loads from L2 to L1, one value a task."),
     ("lmcache_mp_l2_store_submitted_requests_total", _C, "tasks", "Stores that were handed to L2."),
     ("lmcache_mp_l2_store_completed_requests_total", _C, "tasks",
-     "Stores to L2 that succeeded. Submitted minus completed is under way or has failed: 0.5.3 counts no failed store."),
+     "Stores to L2 that succeeded. Submitted minus these: under way or failed; 0.5.3 counts no failed store."),
     ("lmcache_mp_l2_store_submitted_objects_chunks_total", _C, "chunks", "Chunks in those submitted stores."),
     ("lmcache_mp_l2_store_completed_objects_chunks_total", _C, "chunks", "Chunks in those completed stores."),
     ("lmcache_mp_l2_prefetch_lookup_requests_total", _C, "lookups", "Times that L2 was asked what it has of a prompt."),

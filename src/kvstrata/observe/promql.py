@@ -16,7 +16,7 @@ __all__ = ["Selection", "faults", "names", "selections", "substitute", "without_
 
 _RATES = frozenset({"rate", "irate", "increase"})
 _OVER_TIME = frozenset({"delta", "deriv", "resets", "changes"})
-_OF_NATIVE = frozenset({"histogram_quantile", "histogram_avg", "histogram_count", "histogram_sum", "histogram_fraction"})
+_OF_NATIVE = frozenset(f"histogram_{what}" for what in ("quantile", "avg", "count", "sum", "fraction"))
 _FALLBACK = re.compile(r"^\((?P<inner>.*)\) or vector\(0\)$", re.S)
 #: What Grafana fills in. Longest first, as `$__rate_interval` begins with `$__r`.
 _VARIABLES = re.compile(r"\$(?:\{(\w+)(?::\w+)?\}|(\w+))")
