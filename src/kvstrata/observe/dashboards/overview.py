@@ -157,7 +157,7 @@ def _worth() -> tuple[Panel, ...]:
             "Prompt tokens by source",
             Query(rate("vllm:prompt_tokens_by_source_total", model(), "source"), "{{source}}"),
             kind="stack", unit="short",
-            tells="Where prompt tokens came from: computed here, L0 (local_cache_hit), L1 or L2 (external_kv_transfer).",
+            tells="Prompt tokens: computed here, from L0 (local_cache_hit), from L1 or L2 (external_kv_transfer).",
             normal="local_compute is what is new.",
             otherwise="all local_compute under repeated prompts: the cache does not hit.", runbook="hit-rate-zero",
         ),
