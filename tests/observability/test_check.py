@@ -1,0 +1,54 @@
+"""`observe check` on a real Prometheus: whole, with a metric gone, with a part that the stack does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstrata.observe import check, promql, sources
+from kvstrata.observe.catalog import Needs, find
+from tests.observability.conftest import Running
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+ALL = frozenset(Needs) - {Needs.NOTHING, Needs.EVENT}
+
+
+def test_every_name_and_every_panel_has_data_where_everything_is_exported(running: Running) -> None:
+    found = check.run(running.prometheus, ROOT, ALL, 30)
+    assert not found.gaps
+    assert found.with_data == len(found.panels)
+    assert found.changing >= 0.8
+
+
+def test_a_metric_that_is_gone_fails_exactly_its_panels_and_is_named(running: Running) -> None:
+    gone = "lmcache_mp_lookup_hit_tokens_total"
+    of_it = {
+        f"{query.dashboard}: {query.panel}"
+        for query in sources.panels(ROOT)
+        if query.language == "promql" and gone in promql.names(query.expr)
+    }
+    running.target.without(gone)
+    try:
+        running.scrapes(14)
+        found = check.run(running.prometheus, ROOT, ALL, 3, window_s=5)
+    finally:
+        running.target.without()
+    assert {f"{panel.dashboard}: {panel.title}" for panel in found.panels if panel.gaps} == of_it
+    assert any(gap.startswith(f"{gone}: not in Prometheus") for gap in found.gaps)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_part_that_is_silent_is_a_gap_only_where_the_stack_has_it(running: Running, there: bool) -> None:
+    engine = {m.name for m in running.target.metrics if m.needs is Needs.ENGINE}
+    running.target.without(*engine)
+    try:
+        running.scrapes(14)
+        found = check.run(running.prometheus, ROOT, ALL if there else ALL - {Needs.ENGINE}, 3, window_s=5)
+    finally:
+        running.target.without()
+    assert bool(found.gaps) == there
+    if not there:
+        metrics = [find(name) for name in found.excused if name != "traces"]
+        assert {metric.needs for metric in metrics if metric} == {Needs.ENGINE}
