@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.deploy.errors import KvError
 from kvstrata.observe import promtool
 from kvstrata.observe.catalog import all_metrics
 from kvstrata.observe.prometheus import Prometheus
