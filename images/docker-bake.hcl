@@ -6,6 +6,7 @@ variable "TORCH_INDEX_URL" { default = "" }
 variable "TORCH_VERSION" { default = "2.13.0" }
 variable "VLLM_TAG" { default = "kvstrata/vllm:dev" }
 variable "PROXY_TAG" { default = "kvstrata/proxy:dev" }
+variable "ENGINE_TAG" { default = "kvstrata/engine:dev" }
 // Files for the length of the build; empty = not needed.
 variable "CA_BUNDLE" { default = "" }
 variable "PIP_CONF" { default = "" }
@@ -14,7 +15,7 @@ variable "HTTP_PROXY" { default = "" }
 variable "HTTPS_PROXY" { default = "" }
 variable "NO_PROXY" { default = "" }
 
-group "default" { targets = ["vllm", "proxy"] }
+group "default" { targets = ["vllm", "proxy", "engine"] }
 
 target "_common" {
   context = "."
@@ -50,4 +51,16 @@ target "proxy" {
   args       = { BASE_IMAGE = BASE_IMAGE }
   tags       = [PROXY_TAG]
   output     = ["type=docker"]
+}
+
+target "engine" {
+  inherits   = ["_common"]
+  dockerfile = "images/engine/Dockerfile"
+  args       = { BASE_IMAGE = BASE_IMAGE }
+  secret = concat(
+    CA_BUNDLE != "" ? ["id=ca_bundle,src=${CA_BUNDLE}"] : [],
+    PIP_CONF != "" ? ["id=pip_conf,src=${PIP_CONF}"] : [],
+  )
+  tags   = [ENGINE_TAG]
+  output = ["type=docker"]
 }

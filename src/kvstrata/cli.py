@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvstrata import store_cli
+from kvstrata import engine_cli, store_cli
 from kvstrata.deploy import envfile, images, lock, settings, status, turn, up
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.errors import KvError
@@ -27,7 +27,9 @@ __all__ = ["app", "main"]
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 lock_app = typer.Typer(no_args_is_help=True, help="versions.lock: every pin of this deployment.")
 app.add_typer(lock_app, name="lock")
-bench_app = typer.Typer(help="Measure: the running stack by itself, `bench store` the block store.")
+bench_app = typer.Typer(
+    help="Measure: the running stack by itself, `bench store` the block store, `bench engine` the KV engine."
+)
 app.add_typer(bench_app, name="bench", invoke_without_command=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -43,6 +45,7 @@ def _settings() -> settings.Settings:
 
 
 app.add_typer(store_cli.make_app(_settings), name="store")
+app.add_typer(engine_cli.make_app(), name="engine")
 app.add_typer(observe_cli.make_app(_settings, _root), name="observe")
 app.command("report")(observe_cli.make_report(_settings, _root))
 
@@ -180,6 +183,25 @@ def bench_store(
     store_bench.run(
         _settings(), _root(), quick=quick, folder=folder, json_file=json_file, markdown=markdown, plot=plot, seed=seed,
         console=Console(highlight=False),
+    )  # fmt: skip
+
+
+@bench_app.command("engine")
+def bench_engine(
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes; no figure to believe.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Where the servers write; else the disk of the cache.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the order of the measurements.")] = 1,
+) -> None:
+    """The KV engine's HTTP and RESP beside Redis and epistemic-graph-server. Touches no running stack."""
+    from kvstrata.proof import engine_bench
+
+    engine_bench.run(
+        _settings(), engine_bench.options(quick=quick, seed=seed), folder=folder, json_file=json_file,
+        markdown=markdown, console=Console(highlight=False),
     )  # fmt: skip
 
 

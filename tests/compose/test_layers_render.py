@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstrata.deploy import layers, settings
+from kvstrata.doors.remote_settings import RemoteSettings
 from kvstrata.store.settings import StoreSettings
 from tests.compose.rendering import MANAGED, ROOT, Checkout, Version
 
@@ -16,7 +18,10 @@ STACKS = layers.all_combinations(ROOT)
 Model = dict[str, Any]
 
 #: Hardening that is not given, and why. tests/stack reads the same rules from the running containers.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS = {
+    (row["service"], row["rule"]): row["reason"]
+    for row in tomllib.loads((ROOT / "compose" / "exceptions.toml").read_text())["exception"]
+}
 
 
 def ids(files: list[Path]) -> str:
@@ -107,10 +112,15 @@ def test_every_stack_is_loopback_only_hardened_and_whole(model: Model) -> None:
 def test_services_and_networks_are_those_of_the_layers(compose: Version, checkout: Checkout, files: list[Path]) -> None:
     services = compose.config(checkout(files))["services"]
     names = {path.stem for path in files}
+    watched = "observability" in names
     expected = (
         {"vllm"}
         | ({"lmcache", "proxy"} if "lmcache" in names else set())
         | ({"ns"} if "nvidia-lmcache" in names else set())
+        | ({"otlp", "otelcol", "prometheus", "alertmanager", "traces", "node-exporter"} if watched else set())
+        | ({"grafana"} if "grafana" in names else set())
+        | ({"gpu-exporter"} if "gpu-metrics" in names else set())
+        | ({"engine"} if "engine" in names else set())
     )
     assert set(services) == expected
     networks = {name: sorted(service.get("networks") or {}) for name, service in services.items()}
@@ -118,7 +128,14 @@ def test_services_and_networks_are_those_of_the_layers(compose: Version, checkou
         assert networks == {"vllm": ["front"]}
         return
     assert networks["vllm"] == ["front", "kv"]
-    assert networks["lmcache"] == ["kv"]
+    remote = {"path-a", "path-b"} & names
+    assert networks["lmcache"] == (["kv", "store"] if remote else ["kv"])
+    if "engine" in names:
+        assert networks["engine"] == ["engine", "mgmt", "store"]
+    if watched:
+        # Nobody but these two is on the network of ZMQ, and of LMCache's L2: what they push goes over a socket.
+        assert networks["otlp"] == networks["otelcol"] == networks["node-exporter"] == ["obs"]
+        assert networks["prometheus"] == ["front", "mgmt", "obs"]
     assert networks["proxy"] == ["mgmt"]
     assert not services["lmcache"].get("ports"), "neither ZMQ nor LMCache's HTTP is ever published"
     holders = {n for n, s in services.items() if any(m.get("source") == "lmcache-http" for m in s.get("volumes", []))}
@@ -161,6 +178,71 @@ def test_the_disk_layers_defaults_are_those_of_the_settings(compose: Version, ch
     bare = [path for path in _stack("cpu") if path.stem != "nvme"]
     ram_only = compose.config(checkout(bare))["services"]["lmcache"]["environment"]
     assert ram_only["KV_L2"] == "" and not [key for key in ram_only if key.startswith("KV_STORE")]
+
+
+def test_a_path_hands_lmcache_an_address_and_a_folder_of_secrets_and_no_secret(
+    compose: Version, checkout: Checkout
+) -> None:
+    knobs = {"KV_ENGINE_DEADLINE": "3.5", "KV_ENGINE_CONNECTIONS": "7"}
+    model = compose.config(checkout(_stack("cpu", storage=("engine", "path-a")), **knobs))
+    lmcache, engine = model["services"]["lmcache"], model["services"]["engine"]
+    env = lmcache["environment"]
+    assert env["KV_L2"] == "remote" and not [key for key in env if key.startswith("KV_STORE")]
+    found = RemoteSettings.from_env(env)
+    assert (found.url.geturl(), found.deadline_s, found.connections) == ("http://engine:9130", 3.5, 7)
+    assert str(found.token_file) == "/run/kvstrata-l2/token" and not found.token
+    assert _mounts(lmcache)["/run/kvstrata-l2"] == ("/data/secrets/engine-client", True)
+    assert _mounts(engine)["/run/kvstrata-engine"] == ("/data/secrets/engine", True)
+    assert _mounts(engine)["/data"] == ("/data/engine", False)
+    assert "/run/kvstrata-l2" not in {**_mounts(engine), **_mounts(model["services"]["vllm"])}
+    assert [port["published"] for port in engine["ports"]] == ["9130"], "RESP is not published"
+
+
+def test_the_engines_environment_is_what_the_engine_reads(compose: Version, checkout: Checkout) -> None:
+    settings_ = pytest.importorskip("kvstrata.engine.settings")
+    model = compose.config(checkout(_stack("cpu", storage=("engine", "path-a")), KV_ENGINE_DURABILITY="fsync"))
+    env = model["services"]["engine"]["environment"]
+    found = settings_.EngineSettings.from_env(env)
+    assert (str(found.root), found.capacity, found.hot) == ("/data/engine", int(MANAGED["KV_PLAN_L2_BYTES"]), 0)
+    assert (found.http, found.resp, found.durability) == ("0.0.0.0:9130", "0.0.0.0:6379", "fsync")
+    assert str(found.tokens_file) == "/run/kvstrata-engine/tokens" and found.memory == 1 << 29
+    source = (ROOT / "src/kvstrata/engine/settings.py").read_text()
+    for key in env:
+        assert not key.startswith("KV_ENGINE_") or f'"{key.removeprefix("KV_ENGINE_")}"' in source, (
+            f"nobody reads {key}"
+        )
+
+
+def test_path_b_hands_lmcache_a_host_and_the_name_of_a_password_file(compose: Version, checkout: Checkout) -> None:
+    env = compose.config(checkout(_stack("cpu", storage=("engine", "path-b"))))["services"]["lmcache"]["environment"]
+    found = {key: value for key, value in env.items() if key.startswith(("KV_RESP", "KV_L2", "KV_REMOTE"))}
+    assert found == {
+        "KV_L2": "resp", "KV_RESP_HOST": "engine", "KV_RESP_PORT": "6379", "KV_RESP_WORKERS": "4",
+        "KV_RESP_USER": "lmcache",
+        "KV_RESP_PASSWORD_FILE": "/run/kvstrata-l2/token",
+    }  # fmt: skip
+
+
+def test_a_switch_of_the_path_changes_lmcache_and_nothing_else(compose: Version, checkout: Checkout) -> None:
+    def services(*storage: str) -> dict[str, Any]:
+        return dict(compose.config(checkout(_stack("cpu", storage=storage)))["services"])
+
+    a, b, nvme = services("engine", "path-a"), services("engine", "path-b"), services("nvme")
+    assert {name for name in a if a[name] != b[name]} == {"lmcache"}
+    assert {name for name in nvme if nvme[name] != a[name]} == {"lmcache"} and set(a) - set(nvme) == {"engine"}
+
+
+@pytest.mark.parametrize(("internal", "storage"), [("true", ("engine", "path-a")), ("false", ("path-b",))])
+def test_the_way_to_an_engine_elsewhere_is_another_network_than_the_closed_one(
+    compose: Version, checkout: Checkout, internal: str, storage: tuple[str, ...]
+) -> None:
+    root = checkout(_stack("cpu", storage=storage))
+    env = (root / ".env").read_text().replace("KV_STORE_NET_INTERNAL=true", f"KV_STORE_NET_INTERNAL={internal}")
+    (root / ".env").write_text(env)
+    model = compose.config(root)
+    assert model["networks"]["store"].get("internal", False) is (internal == "true")
+    assert model["networks"]["store"]["name"] == f"kvstrata_store_internal-{internal}"
+    assert model["networks"]["kv"]["internal"] is True
 
 
 def test_the_users_argv_is_the_same_with_and_without_the_cache(compose: Version, checkout: Checkout) -> None:
@@ -232,7 +314,11 @@ def test_a_planted_violation_is_caught(compose: Version, checkout: Checkout, lin
     assert problems(compose.config(root)) != []
 
 
-def _stack(device: str, persist: bool = True) -> list[Path]:
+def _mounts(service: Model) -> dict[str, tuple[str, bool]]:
+    return {m["target"]: (m["source"], bool(m.get("read_only"))) for m in service["volumes"]}
+
+
+def _stack(device: str, persist: bool = True, storage: tuple[str, ...] = ("nvme",)) -> list[Path]:
     own, extra = layers.DEVICE_LAYERS[device]
-    names = ["vllm", "lmcache", "nvme", own, *extra] if persist else ["vllm", own]
+    names = ["vllm", "lmcache", *storage, own, *extra] if persist else ["vllm", own]
     return [ROOT / "compose" / f"{name}.yaml" for name in names]

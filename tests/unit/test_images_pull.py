@@ -32,6 +32,7 @@ class Knobs:
     registry: str
     image_source: str = ""
     device: str = "cpu"
+    has_engine: bool = False
     base_image: str = ""
     ca_bundle: Path | None = None
 

@@ -60,7 +60,7 @@ def test_a_layer_without_what_it_needs_is_refused_and_a_new_file_is_a_new_layer(
     shutil.copytree(ROOT / "compose", tmp_path / "compose")
     header = "# purpose: x\n# adds: y\n# needs: {}\n# undo: z\n"
     (tmp_path / "compose" / "second.yaml").write_text(header.format("lmcache, nvme"))
-    assert layers.selectable(tmp_path) == ("nvme", "second")
+    assert set(layers.selectable(tmp_path)) == {"engine", "nvme", "path-a", "path-b", "second"}
     assert names(tmp_path, KV_DEVICE="cpu", KV_LAYERS="nvme,second")[2:4] == ["nvme", "second"]
     for chosen in ("second", "second,nvme"):
         with pytest.raises(KvError, match="without nvme"):
@@ -68,6 +68,14 @@ def test_a_layer_without_what_it_needs_is_refused_and_a_new_file_is_a_new_layer(
     (tmp_path / "compose" / "second.yaml").write_text("# purpose: x\n")
     with pytest.raises(KvError, match="adds, needs, undo"):
         names(tmp_path, KV_DEVICE="cpu", KV_LAYERS="second")
+
+
+@pytest.mark.parametrize("chosen", ["nvme,path-a", "path-a,nvme", "engine,path-a,path-b", "nvme,engine"])
+def test_two_places_for_the_blocks_are_refused(chosen: str) -> None:
+    with pytest.raises(KvError, match="together") as refused:
+        names(ROOT, KV_DEVICE="cpu", KV_LAYERS=chosen)
+    assert refused.value.needed == "one place for the blocks"
+    assert names(ROOT, KV_DEVICE="cpu", KV_LAYERS="engine,path-a")[2:4] == ["engine", "path-a"]
 
 
 def test_compose_file_is_relative_so_that_the_checkout_may_move() -> None:

@@ -46,7 +46,9 @@ def disk_findings(settings: Settings, model: ModelInfo, docker_root: str | None,
         size = _ENGINE_RUNNING if started else _IMAGES.get(settings.device, _IMAGES["cpu"])
         needs.append(Need("images and containers", Path(docker_root), size, _PRUNE))
     if settings.persist:
-        needs.append(Need("the KV cache", settings.cache_dir, _CACHE_LEAST, _LARGER))
+        needs.append(
+            Need("the KV cache", settings.l2_dir, _CACHE_LEAST, _LARGER.replace("KV_CACHE_DIR", settings.l2_knob))
+        )
     if model.is_demo and not model.path.exists():
         needs.append(Need("the demo model", model.path, _DEMO_MODEL, "set KV_DATA_DIR or MODEL_DIR in .env"))
     return space_findings(needs)
@@ -77,15 +79,17 @@ def space_findings(needs: list[Need]) -> list[Finding]:
 def folder_findings(settings: Settings, model: ModelInfo) -> list[Finding]:
     """Folders that the services or the CLI cannot write, or cannot read, and file systems that do not suit a cache."""
     result = []
-    folders = {"KV_DATA_DIR": settings.data_dir} | ({"KV_CACHE_DIR": settings.cache_dir} if settings.persist else {})
+    folders = {"KV_DATA_DIR": settings.data_dir} | ({settings.l2_knob: settings.l2_dir} if settings.persist else {})
     for knob, folder in folders.items():
         if problem := _not_writable(folder):
             fix = f"chown it, or set {knob} in .env to another"
             result.append(Finding("folder", "error", f"{knob}: {problem}", "a folder that you can write", fix))
     if settings.persist:
         result += _owner(settings)
+        if "nvme" in settings.layers or settings.has_engine:
+            result += _file_system(settings) + _cap(settings)
         if "nvme" in settings.layers:
-            result += _file_system(settings) + _cap(settings) + _classes(settings)
+            result += _classes(settings)
     result += _readable(settings, model)
     return result
 
@@ -105,7 +109,7 @@ def _not_writable(folder: Path) -> str:
 
 def _owner(settings: Settings) -> list[Finding]:
     """An existing cache folder belongs to the user id that the services run under: it is 0700."""
-    found = owner_problem(settings.cache_dir, settings, "KV_CACHE_DIR")
+    found = owner_problem(settings.l2_dir, settings, settings.l2_knob)
     return [Finding("folder", "error", *found)] if found else []
 
 
@@ -137,16 +141,16 @@ def _can_read(path: Path, settings: Settings) -> bool:
 
 def _file_system(settings: Settings) -> list[Finding]:
     """What the store itself would refuse in the container (store/root.py), said before anything is started."""
-    folder = settings.cache_dir
+    folder, knob = settings.l2_dir, settings.l2_knob
     kind = file_system(existing_parent(folder).resolve())
     why = objection(kind)
     if not why:
         return []
     allowed = kind in settings.cache_allow_fs
     return [
-        Finding("file system", "warning" if allowed else "error", f"KV_CACHE_DIR={folder} is on {kind}, {why}",
+        Finding("file system", "warning" if allowed else "error", f"{knob}={folder} is on {kind}, {why}",
                 "a local disk (ext4, xfs)",
-                f"set KV_CACHE_DIR in .env to a folder on a local NVMe disk, or KV_CACHE_ALLOW_FS={kind}")
+                f"set {knob} in .env to a folder on a local NVMe disk, or KV_CACHE_ALLOW_FS={kind}")
     ]  # fmt: skip
 
 
@@ -154,15 +158,17 @@ def _cap(settings: Settings) -> list[Finding]:
     """KV_L2_GB against the disk that it is on. A cap below what is free is the plan's own business."""
     if settings.l2_gb is None:
         return []
-    stat = os.statvfs(existing_parent(settings.cache_dir))
+    folder, knob = settings.l2_dir, settings.l2_knob
+    stat = os.statvfs(existing_parent(folder))
     disk, free = stat.f_blocks * stat.f_frsize / GIB, stat.f_bavail * stat.f_frsize / GIB
-    fix = "lower KV_L2_GB in .env, leave it blank, or set KV_CACHE_DIR to a larger disk"
+    fix = f"lower KV_L2_GB in .env, leave it blank, or set {knob} to a larger disk"
     if settings.l2_gb > disk:
-        found = f"KV_L2_GB={settings.l2_gb:g}, and the disk of {settings.cache_dir} has {disk:.0f} GiB in all"
+        found = f"KV_L2_GB={settings.l2_gb:g}, and the disk of {folder} has {disk:.0f} GiB in all"
         return [Finding("disk", "error", found, f"a disk of {settings.l2_gb:g} GiB or more", fix)]
-    room = free + (folder_bytes(settings.store_root) or 0) / GIB
+    own = folder if settings.has_engine else settings.store_root
+    room = free + (folder_bytes(own) or 0) / GIB
     if settings.l2_gb > room:
-        found = f"KV_L2_GB={settings.l2_gb:g}, and {room:.1f} GiB are free on the disk of {settings.cache_dir}"
+        found = f"KV_L2_GB={settings.l2_gb:g}, and {room:.1f} GiB are free on the disk of {folder}"
         return [Finding("disk", "warning", found, f"{settings.l2_gb:g} GiB free", fix)]
     return []
 

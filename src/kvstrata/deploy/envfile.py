@@ -6,10 +6,10 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvstrata.deploy import dotenv, folders
+from kvstrata.deploy import dotenv, folders, kv_engine
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS, Settings
 
@@ -152,7 +152,7 @@ def ensure_data(settings: Settings) -> None:
 
 def _private(settings: Settings) -> dict[Path, str]:
     """Folders that only the services enter, with the knob that leads to them. Plain vLLM has no cache folder."""
-    cache = {settings.cache_dir: "KV_CACHE_DIR"} if settings.persist else {}
+    cache = {settings.l2_dir: settings.l2_knob} if settings.persist else {}
     return {**cache, settings.secrets_dir: "KV_DATA_DIR"}
 
 
@@ -162,23 +162,37 @@ def _open(settings: Settings) -> tuple[Path, ...]:
 
 def _ours(folder: Path) -> bool:
     """Empty, or holding nothing but what this deployment puts there."""
-    return {path.name for path in folder.iterdir()} <= {"store", "fs", "salt_key"}
+    ours = {"store", "fs", "engine", "salt_key", kv_engine.SERVER, kv_engine.CLIENT, "prometheus", "grafana"}
+    return {path.name for path in folder.iterdir()} <= ours
 
 
 def ensure_secrets(settings: Settings) -> list[Path]:
     """Create the secrets that are not there yet, 0600, never overwriting one. Files that were created.
 
     salt_key: 32 random bytes in hex, the key of the digest of tenants' cache salts; without it salted blocks are lost.
+    The KV engine's token and what goes with it: kv_engine.secret_files.
     """
     ensure_data(settings)
+    created = [path for path, make in kv_engine.secret_files(settings).items() if _ensure_secret(path, make, settings)]
     path = settings.secrets_dir / "salt_key"
     if path.exists():
         if not path.read_text(encoding="ascii", errors="replace").strip():
             raise KvError(f"{path} is empty", "32 random bytes in hex", f"rm {path}; `make up` makes a new one")
-        return []
+        return created
     _replace(path, secrets.token_hex(32) + "\n", mode=0o600)
     _own(path, settings)
-    return [path]
+    return [*created, path]
+
+
+def _ensure_secret(path: Path, make: Callable[[], str], settings: Settings) -> bool:
+    if path.exists():
+        return False
+    if not path.parent.exists():
+        path.parent.mkdir(mode=0o700)
+        _own(path.parent, settings)
+    _replace(path, make(), mode=0o600)
+    _own(path, settings)
+    return True
 
 
 def lost_salt_key(settings: Settings) -> str:

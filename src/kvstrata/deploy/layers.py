@@ -19,6 +19,7 @@ from kvstrata.deploy.settings import Settings
 
 __all__ = [
     "DEVICE_LAYERS",
+    "OBSERVABILITY",
     "Layer",
     "all_combinations",
     "check",
@@ -32,6 +33,9 @@ __all__ = [
 
 BASE, CACHE = "vllm", "lmcache"
 
+#: Not for KV_LAYERS: KV_OBSERVABILITY chooses them. The first runs everywhere; the others only where images are pulled.
+OBSERVABILITY = ("observability", "grafana", "gpu-metrics")
+
 #: Device -> (layer for vLLM alone, layers that are added when the cache runs).
 DEVICE_LAYERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cpu": ("cpu", ()),
@@ -39,12 +43,13 @@ DEVICE_LAYERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gb10": ("gb10", ("nvidia-lmcache",)),
 }
 
-_HEADER = re.compile(r"^# (purpose|adds|needs|undo):[ \t]*(.*)$", re.M)
+_HEADER = re.compile(r"^# (purpose|adds|needs|not with|undo):[ \t]*(.*)$", re.M)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One compose file with its header. `needs` are names of layers that must stand before it."""
+    """One compose file with its header. `needs` are names of layers that must stand before it, `without` of those that
+    must not be there at all (`# not with:`, the one line of the header that may be left out)."""
 
     name: str
     path: Path
@@ -52,6 +57,7 @@ class Layer:
     adds: str
     needs: tuple[str, ...]
     undo: str
+    without: tuple[str, ...] = ()
 
 
 def load(path: Path) -> Layer:
@@ -61,13 +67,14 @@ def load(path: Path) -> Layer:
     if missing:
         raise KvError(f"{path}: header without {', '.join(missing)}", "# purpose: / # adds: / # needs: / # undo: lines",
                       "write the missing lines at the top of that file")  # fmt: skip
-    needs = tuple(name for name in re.split(r"[,\s]+", found["needs"]) if name)
-    return Layer(path.stem, path, found["purpose"], found["adds"], needs, found["undo"])
+    needs, without = (tuple(re.split(r"[,\s]+", found.get(key, "").strip())) for key in ("needs", "not with"))
+    needs, without = (tuple(filter(None, names)) for names in (needs, without))
+    return Layer(path.stem, path, found["purpose"], found["adds"], needs, found["undo"], without)
 
 
 def selectable(root: Path) -> tuple[str, ...]:
     """Names that KV_LAYERS may hold: every file of compose/ that is neither the base, the cache nor a device."""
-    fixed = {BASE, CACHE}.union(*({own, *extra} for own, extra in DEVICE_LAYERS.values()))
+    fixed = {BASE, CACHE, *OBSERVABILITY}.union(*({own, *extra} for own, extra in DEVICE_LAYERS.values()))
     return tuple(sorted(p.stem for p in (root / "compose").glob("*.yaml") if p.stem not in fixed))
 
 
@@ -89,7 +96,7 @@ def resolve(settings: Settings) -> list[Path]:
     if settings.device not in DEVICE_LAYERS:
         raise KvError("KV_DEVICE is blank", "one of " + ", ".join(DEVICE_LAYERS),
                       "run `make up`, which looks and stores it, or set KV_DEVICE in .env")  # fmt: skip
-    names = _names(settings.device, settings.persist, settings.layers)
+    names = _names(settings.device, settings.persist, settings.layers, _observability(settings))
     files = [settings.root / "compose" / f"{name}.yaml" for name in names]
     check(files)
     return files
@@ -122,8 +129,17 @@ def check(files: Iterable[Path]) -> list[Layer]:
                 f"what {path.name} needs: {', '.join(layer.needs)}",
                 f"put {', '.join(lacking)} before {layer.name} in KV_LAYERS in .env",
             )
+        clash = next((f"{a} and {b}" for a, b in _pairs(layer, layers)), "")
+        if clash:
+            raise KvError(
+                f"layers {clash} together", "one place for the blocks", "take one of them out of KV_LAYERS in .env"
+            )
         layers.append(layer)
     return layers
+
+
+def _pairs(layer: Layer, before: Iterable[Layer]) -> Iterable[tuple[str, str]]:
+    return ((o.name, layer.name) for o in before if o.name in layer.without or layer.name in o.without)
 
 
 def compose_file(root: Path, files: Iterable[Path]) -> str:
@@ -132,7 +148,8 @@ def compose_file(root: Path, files: Iterable[Path]) -> str:
 
 
 def all_combinations(root: Path) -> list[list[Path]]:
-    """Every stack that settings can ask for: each device, without the cache and with each subset of the storage layers.
+    """Every stack that settings can ask for: each device, without the cache and with each subset of the storage layers,
+    unwatched and watched.
 
     Subsets that lack what one of their layers needs are left out: `resolve` refuses them.
     """
@@ -140,7 +157,11 @@ def all_combinations(root: Path) -> list[list[Path]]:
     names = selectable(root)
     subsets = [s for size in range(len(names) + 1) for s in itertools.combinations(names, size)]
     for device in DEVICE_LAYERS:
-        stacks = [_names(device, False, ())] + [_names(device, True, subset) for subset in subsets]
+        watched = OBSERVABILITY if device != "cpu" else OBSERVABILITY[:2]
+        stacks = [_names(device, False, ())]
+        stacks += [_names(device, True, subset) for subset in subsets]
+        # The device layers touch nothing of observability's: with one storage each is enough.
+        stacks += [_names(device, True, subset, watched) for subset in subsets if device == "cpu" or not subset]
         for stack in stacks:
             files = [root / "compose" / f"{name}.yaml" for name in stack]
             try:
@@ -151,6 +172,14 @@ def all_combinations(root: Path) -> list[list[Path]]:
     return found
 
 
-def _names(device: str, persist: bool, chosen: Iterable[str]) -> list[str]:
+def _observability(settings: Settings) -> tuple[str, ...]:
+    if not settings.observes:
+        return ()
+    if settings.image_source != "pull":
+        return OBSERVABILITY[:1]
+    return OBSERVABILITY[:2] if settings.device == "cpu" else OBSERVABILITY
+
+
+def _names(device: str, persist: bool, chosen: Iterable[str], watched: Iterable[str] = ()) -> list[str]:
     own, extra = DEVICE_LAYERS[device]
-    return [BASE, CACHE, *chosen, own, *extra] if persist else [BASE, own]
+    return [BASE, CACHE, *chosen, *watched, own, *extra] if persist else [BASE, own]

@@ -15,12 +15,15 @@ from kvstrata.deploy.host import GIB, Host
 from kvstrata.deploy.model import ModelInfo
 from kvstrata.deploy.settings import Settings
 
-__all__ = ["LMCACHE_OWN", "RESERVE", "Memory", "size"]
+__all__ = ["ENGINE_BUFFERS", "LMCACHE_OWN", "RESERVE", "Memory", "size"]
 
 #: Left to the operating system, the engine, the proxy and the CLI.
 RESERVE = GIB
 #: lmcache server without L1: 0.75 GiB resident measured on a CPU; the rest is room for L2 reads in flight.
 LMCACHE_OWN = GIB * 3 // 2
+#: Values in flight of all connections of the KV engine together, and the engine besides them and its hot tier.
+ENGINE_BUFFERS = GIB // 2
+_ENGINE_OWN = GIB // 2
 #: vLLM without weights and KV: 3.1 GiB resident measured on a CPU (API server 0.9, engine 0.8, worker 1.4 GiB).
 _VLLM_OWN = {"cpu": 4 * GIB, "nvidia": 12 * GIB, "gb10": 12 * GIB}
 #: Two lives of vLLM's queues at 0.8 GiB nominal: those of a killed vLLM stay until the volume is emptied.
@@ -38,6 +41,9 @@ class Memory:
     shm_bytes: int
     vllm_mem: int
     lmcache_mem: int
+    engine_mem: int = 0
+    """Limit of the KV engine's container; 0 = it is not part of the stack."""
+    engine_hot: int = 0
     gpu_share: float | None = None
 
 
@@ -51,7 +57,8 @@ def size(
     # One request with prompt_logprobs makes the logits of a whole step, and their softmax: it must not kill the server.
     step = extra.whole("--max-num-batched-tokens") or max(2048, chunk)
     vllm_mem = _vllm(settings, device, loaded, kv_gb, 2 * 4 * step * arch.vocab_size, explain)
-    l1_gb = _l1(settings, device, host, vllm_mem, per_token * chunk, explain)
+    hot, engine_mem = _engine(settings, explain)
+    l1_gb = _l1(settings, device, host, vllm_mem + engine_mem, per_token * chunk, explain)
     l1 = int(l1_gb * GIB)
     lmcache_mem = _round_up(l1 + LMCACHE_OWN)
     if settings.lmcache_mem_gb is not None:
@@ -71,8 +78,21 @@ def size(
         f"shared memory {shm / GIB:.4g} GiB at most: L1 twice (a restarted server's pool beside the old one for "
         f"seconds) and {_QUEUES / GIB:g} GiB for vLLM's queues"
     )
-    share = _gpu_share(device, host, lmcache_mem, extra, explain)
-    return Memory(length, kv_gb, l1_gb, shm, vllm_mem, lmcache_mem, share)
+    share = _gpu_share(device, host, lmcache_mem + engine_mem, extra, explain)
+    return Memory(length, kv_gb, l1_gb, shm, vllm_mem, lmcache_mem, engine_mem, hot, share)
+
+
+def _engine(settings: Settings, explain: list[str]) -> tuple[int, int]:
+    """(hot tier, limit of the container), both 0 without the layer."""
+    if not settings.has_engine:
+        return 0, 0
+    hot = int(settings.engine_hot_gb * GIB)
+    limit = _round_up(hot + ENGINE_BUFFERS + _ENGINE_OWN)
+    explain.append(
+        f"engine limit {limit / GIB:.4g} GiB: hot tier {hot / GIB:g} (KV_ENGINE_HOT_GB), values in flight "
+        f"{ENGINE_BUFFERS / GIB:g}, {_ENGINE_OWN / GIB:g} of its own"
+    )
+    return hot, limit
 
 
 def _context(

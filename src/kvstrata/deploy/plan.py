@@ -18,7 +18,7 @@ from kvstrata.deploy.arch import DTYPE_BYTES, Arch
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.extra_args import ExtraArgs
 from kvstrata.deploy.host import GIB, Host, existing_parent
-from kvstrata.deploy.memory import Memory, size
+from kvstrata.deploy.memory import ENGINE_BUFFERS, Memory, size
 from kvstrata.deploy.model import ModelInfo
 from kvstrata.deploy.model_files import weight_bytes
 from kvstrata.deploy.settings import Settings
@@ -52,6 +52,9 @@ class Plan:
     shm_bytes: int
     vllm_mem: int
     lmcache_mem: int
+    engine_mem: int
+    engine_hot: int
+    engine_buffers: int
     explain: tuple[str, ...]
 
     def env(self) -> dict[str, str]:
@@ -64,6 +67,9 @@ class Plan:
             "KV_PLAN_VLLM_KV_GB": str(self.vllm_kv_gb),
             "KV_PLAN_VLLM_MEM": str(self.vllm_mem),
             "KV_PLAN_LMCACHE_MEM": str(self.lmcache_mem),
+            "KV_PLAN_ENGINE_MEM": str(self.engine_mem),
+            "KV_PLAN_ENGINE_HOT": str(self.engine_hot),
+            "KV_PLAN_ENGINE_BUFFERS": str(self.engine_buffers),
         }
 
     def summary(self) -> str:
@@ -120,6 +126,9 @@ def make(settings: Settings, model: ModelInfo, device: str, host: Host) -> Plan:
         shm_bytes=memory.shm_bytes,
         vllm_mem=memory.vllm_mem,
         lmcache_mem=memory.lmcache_mem,
+        engine_mem=memory.engine_mem,
+        engine_hot=memory.engine_hot,
+        engine_buffers=ENGINE_BUFFERS,
         explain=tuple(explain),
     )
 
@@ -247,11 +256,12 @@ def _l2(settings: Settings, block: int, explain: list[str]) -> float:
         explain.append(f"L2 {settings.l2_gb:g} GiB: KV_L2_GB")
         return settings.l2_gb
     before = int(settings.managed.get("KV_PLAN_L2_BYTES") or 0) / GIB
-    own = folder_bytes(settings.store_root)
+    place = settings.engine_dir if settings.has_engine else settings.store_root
+    own = folder_bytes(place)
     if own is None and before:  # it is another user's: what is free says nothing without it
-        explain.append(f"L2 {before:g} GiB: as planned before; {settings.store_root} cannot be read")
+        explain.append(f"L2 {before:g} GiB: as planned before; {place} cannot be read")
         return before
-    stat = os.statvfs(existing_parent(settings.cache_dir))
+    stat = os.statvfs(existing_parent(settings.l2_dir))
     room = (stat.f_bavail * stat.f_frsize + (own or 0)) / GIB
     share = room * _L2_SHARE
     gb = float(min(_L2_DEFAULT_GB, int(share))) if share >= 2 else max(_L2_LEAST / GIB, round(share, 2))

@@ -91,19 +91,20 @@ def _memory(settings: Settings, plan: Plan | None, host: Host, *, started: bool)
         if host.mem_total >= _LEAST_RAM * 9 // 10:
             return []
         return [Finding("memory", "error", f"{total:.1f} GiB of memory", f"{_LEAST_RAM / GIB:g} GiB", "add memory")]
-    vllm, lmcache = plan.vllm_mem, plan.lmcache_mem if settings.persist else 0
-    need = vllm + lmcache + RESERVE
-    parts = f"vllm {vllm / GIB:.1f} + lmcache {lmcache / GIB:.1f} + {RESERVE / GIB:g} for the system"
+    used = {"vllm": plan.vllm_mem, "lmcache": plan.lmcache_mem if settings.persist else 0, "engine": plan.engine_mem}
+    ours = " + ".join(f"{name} {size / GIB:.1f}" for name, size in used.items() if size or name != "engine")
+    need = sum(used.values()) + RESERVE
+    parts = f"{ours} + {RESERVE / GIB:g} for the system"
     if need > host.mem_total:
         return [Finding("memory", "error", f"{total:.1f} GiB of memory", f"{need / GIB:.1f} GiB: {parts}", fix)]
     # While our own containers run they hold what this check would ask for.
-    if not started and vllm + lmcache > host.mem_available:
+    if not started and need - RESERVE > host.mem_available:
         return [
             Finding(
                 "memory free",
                 "error",
                 f"{host.mem_available / GIB:.1f} GiB of {total:.1f} GiB memory are free",
-                f"{(vllm + lmcache) / GIB:.1f} GiB: vllm {vllm / GIB:.1f} + lmcache {lmcache / GIB:.1f}",
+                f"{(need - RESERVE) / GIB:.1f} GiB: {ours}",
                 f"stop other programs, or {fix}",
             )
         ]

@@ -16,13 +16,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvstrata.deploy import layers, turn
+from kvstrata.deploy import kv_engine, layers, turn
 from kvstrata.deploy.compose import Compose, ServiceState
 from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.observability_status import Watched, look
 from kvstrata.deploy.settings import Settings
 from kvstrata.deploy.status_disk import folder_bytes, image_bytes, log_bytes
 from kvstrata.deploy.status_probe import Transfer, look_inside, transfer_of
 from kvstrata.deploy.status_tiers import Tiers, l2_line, size, tiers_of
+from kvstrata.proof import docker_control
 from kvstrata.proof.checks import GuardFacts, guard_problems, read_guard
 from kvstrata.proof.client import LmcacheClient, VllmClient
 from kvstrata.proof.prom import Samples
@@ -48,6 +50,8 @@ class Status:
     services: tuple[ServiceState, ...]
     guard: GuardFacts
     transfer: Transfer
+    watched: Watched
+    """Targets and alerts of the observability layers; none without them."""
     tiers: Tiers
     disk: Mapping[str, int | None]
     proof: Mapping[str, Any] | None
@@ -74,6 +78,7 @@ class Status:
                 "roles": dict(self.guard.roles),
             },
             "transfer": self.transfer.to_json(),
+            "observability": self.watched.to_json(),
             "tiers": asdict(self.tiers),
             "disk": dict(self.disk),
             "last_proof": self.proof,
@@ -134,10 +139,17 @@ def collect(settings: Settings, root: Path) -> Status:
             problems += _transfer_problems(settings, transfer)
         if "nvidia-lmcache" in settings.managed.get("COMPOSE_FILE", "") and seen[0] and seen[1]:
             problems += _namespace_problems(seen[0].namespaces, seen[1].namespaces)
-    cache = folder_bytes(settings.cache_dir)
-    tiers = tiers_of(server, lm_samples, v_samples, cache)
+    cache = folder_bytes(settings.l2_dir)
+    path = kv_engine.storage(_layers(settings)).replace("nvme", "")
+    engine, engine_problems = _engine(settings, "engine" in running)
+    problems += engine_problems
+    tiers = tiers_of(server, lm_samples, v_samples, cache, path, engine)
+    if tiers.l2_down:
+        problems.append(f"L2: found: {_address(settings)} does not answer lmcache; needed: an engine that serves")
     if tiers.l2_suspect:
         problems.append(f"L2: found: the disk of {settings.cache_dir} does not answer; needed: reads that end (dmesg)")
+    watched = look(settings)
+    problems += watched.problems
     return Status(
         persist=settings.persist,
         plain=layers.runs_plain(settings),
@@ -149,6 +161,7 @@ def collect(settings: Settings, root: Path) -> Status:
         services=services,
         guard=guard,
         transfer=transfer,
+        watched=watched,
         tiers=tiers,
         disk={
             "logs": log_bytes(service.container_id for service in services),
@@ -209,6 +222,8 @@ def _lines(state: Status) -> list[tuple[str, str]]:
     ]
     if state.plain:
         lines = [line for line in lines if line[0] not in ("transfer", "L1", "L2", "lookups")]
+    if state.watched.targets:
+        lines.append(("watched", state.watched.line()))
     if state.busy:
         lines.append(("busy", f"{state.busy} is at work: what is seen here may change"))
     if proof is None:
@@ -228,6 +243,23 @@ def _lmcache(settings: Settings) -> tuple[dict[str, Any] | None, Samples]:
         return None, Samples(())
     finally:
         client.close()
+
+
+def _engine(settings: Settings, running: bool) -> tuple[Mapping[str, Any] | None, list[str]]:
+    """Statistics of the stack's own KV engine, and what is wrong with asking for them."""
+    client = docker_control.kv_engine(settings) if running else None
+    if client is None:
+        return None, []
+    try:
+        return client.stats(), []
+    except KvError as error:
+        return None, [f"engine: found: {error.found}; needed: {error.needed}"]
+    finally:
+        client.close()
+
+
+def _address(settings: Settings) -> str:
+    return settings.managed.get("KV_ENGINE_ADDRESS", "the engine")
 
 
 def _vllm(settings: Settings) -> tuple[str, Samples]:

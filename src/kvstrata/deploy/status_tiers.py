@@ -30,10 +30,19 @@ class Tiers:
     l2_objects: int | None = None
     l2_corrupt: int | None = None
     l2_suspect: bool | None = None
+    l2_path: str = ""
+    """path-a or path-b where a KV engine or a Redis holds the blocks."""
+    l2_down: bool = False
+    """Path A asks the engine no more, because it does not answer."""
+    engine: Mapping[str, Any] | None = None
+    """The KV engine's own statistics (/kv/stats); None where there is none, or it gives none."""
 
 
-def tiers_of(server: Mapping[str, Any] | None, lmcache: Samples, vllm: Samples, l2_disk: int | None) -> Tiers:
-    """Usage and hit rates from LMCache's /status, both servers' counters, and the bytes in the cache folder."""
+def tiers_of(
+    server: Mapping[str, Any] | None, lmcache: Samples, vllm: Samples, l2_disk: int | None,
+    path: str = "", engine: Mapping[str, Any] | None = None,
+) -> Tiers:  # fmt: skip
+    """Usage and hit rates: LMCache's /status, both servers' counters, the bytes in the folder, the KV engine."""
     manager = (server or {}).get("storage_manager", {})
     l1 = manager.get("l1_manager", {})
     adapters = manager.get("l2_adapters", ())
@@ -53,6 +62,9 @@ def tiers_of(server: Mapping[str, Any] | None, lmcache: Samples, vllm: Samples, 
         l2_objects=store.get("blocks"),
         l2_corrupt=store.get("corrupt"),
         l2_suspect=store.get("suspect"),
+        l2_path=path,
+        l2_down=lmcache.sum("kvstrata_remote_down") > 0,
+        engine=engine,
     )
 
 
@@ -60,12 +72,32 @@ def l2_line(tiers: Tiers) -> str:
     """L2 for people, in one line."""
     if not tiers.l2_adapters:
         return "none"
+    if tiers.l2_path:
+        return _engine_line(tiers)
     if tiers.l2_total is None:
         return f"{size(tiers.l2_disk)} on disk ({', '.join(tiers.l2_adapters)})"
     text = f"{size(tiers.l2_used)} of {size(tiers.l2_total)}, {tiers.l2_objects} blocks"
     if tiers.l2_corrupt:
         text += f", {tiers.l2_corrupt} found corrupt and removed since lmcache started"
     return text + (", DISK DOES NOT ANSWER: computing instead" if tiers.l2_suspect else "")
+
+
+_WIRES = {
+    "path-a": "path A: HTTP, each block checked from end to end",
+    "path-b": "path B: RESP, NOT checked from end to end (LMCache's own client)",
+}
+
+
+def _engine_line(tiers: Tiers) -> str:
+    text = _WIRES.get(tiers.l2_path, tiers.l2_path)
+    if (stats := tiers.engine) is not None:
+        hits, misses = int(stats.get("get_hits", 0)), int(stats.get("get_misses", 0))
+        rate = f"{hits / (hits + misses) * 100:.0f} %" if hits + misses else "unknown"
+        text = (
+            f"{size(stats.get('resident_bytes'))} of {size(stats.get('capacity_bytes'))}, "
+            f"{stats.get('total_refs')} blocks, hit rate {rate}; {text}"
+        )
+    return text + (", ENGINE DOES NOT ANSWER: computing instead" if tiers.l2_down else "")
 
 
 def size(count: int | None) -> str:

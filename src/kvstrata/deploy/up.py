@@ -10,7 +10,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from kvstrata.deploy import demo_model, engine, envfile, identity, images, layers, model, plan, preflight, settings
+from kvstrata.deploy import (
+    demo_model,
+    engine,
+    envfile,
+    identity,
+    images,
+    kv_engine,
+    layers,
+    model,
+    observability,
+    observability_images,
+    observability_up,
+    plan,
+    preflight,
+    settings,
+)
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.device import detect
 from kvstrata.deploy.errors import KvError
@@ -67,6 +82,7 @@ def make_plan(root: Path) -> Plan:
     current = replace(current, device=current.device or detect().name)
     envfile.check_data(current)
     layers.resolve(current)
+    kv_engine.check(current)
     preflight.knobs(current)
     chosen = model.resolve(current, root)
     return plan.make(current, chosen, current.device, plan.Host.read())
@@ -76,17 +92,22 @@ def up(root: Path, steps: Steps, *, proof: bool = True) -> int:
     """Bring the stack up and prove it; returns the exit code. See the module and README for the steps."""
     current = prepare(root, steps)
     ready = _ready(root, current, steps)
-    _write_managed(root, current, *ready)
-    _compose_up(root, steps)
+    moved = _moved(current)
+    watch = observability_up.begin(replace(current, image_source=ready[2].source), steps)
+    _write_managed(root, watch.settings, *ready, watch.images)
+    _compose_up(root, steps, watch)
+    if moved:
+        steps.console.print(f"   {moved}", markup=False, highlight=False, soft_wrap=True)
     code = _prove(root, steps) if current.persist and proof else 0
-    _closing_lines(steps, current, ready[0])
+    code = max(code, watch.finish(root))
+    _closing_lines(steps, watch.settings, ready[0])
     return code
 
 
 def rollback(root: Path, steps: Steps) -> int:
     """Plain vLLM with its own arguments: the same files less the cache's. Nothing on disk is touched."""
     current = prepare(root, steps, plain=True)
-    _write_managed(root, current, *_ready(root, current, steps))
+    _write_managed(root, current, *_ready(root, current, steps), observability_images.NONE)
     _compose_up(root, steps)
     steps.console.print("\nplain vLLM runs; the cache on disk is untouched. `make up` uses it again.", highlight=False)
     return 0
@@ -95,6 +116,7 @@ def rollback(root: Path, steps: Steps) -> int:
 def _ready(root: Path, current: Settings, steps: Steps) -> tuple[ModelInfo, Plan, ImageSet, str]:
     """Everything that has to be there before a container starts: images, model, plan, the model's identity."""
     layers.resolve(current)  # an unknown layer is refused before anything is built
+    kv_engine.check(current)
     chosen = model.resolve(current, root, must_exist=False)
     if not chosen.is_demo:
         chosen = model.resolve(current, root)
@@ -123,7 +145,13 @@ def _ready(root: Path, current: Settings, steps: Steps) -> tuple[ModelInfo, Plan
 
 
 def _write_managed(
-    root: Path, current: Settings, chosen: ModelInfo, made: Plan, image_set: ImageSet, digest: str
+    root: Path,
+    current: Settings,
+    chosen: ModelInfo,
+    made: Plan,
+    image_set: ImageSet,
+    digest: str,
+    watching: Mapping[str, str],
 ) -> bool:
     files = layers.resolve(current)
     values: Mapping[str, str] = {
@@ -132,41 +160,67 @@ def _write_managed(
         "KV_IMAGE_VLLM": image_set.vllm,
         "KV_IMAGE_LMCACHE": image_set.lmcache,
         "KV_IMAGE_PROXY": image_set.proxy,
+        "KV_IMAGE_ENGINE": image_set.engine,
         "KV_MODEL_NAME": chosen.name,
         "KV_MODEL_PATH": str(chosen.path),
         "KV_IDENTITY": digest,
         **made.env(),
+        **kv_engine.managed(current),
         "KV_CACHE_PATH": str(current.cache_dir),
         "KV_CLASSES_PATH": str(current.store_classes),
         "KV_SECRETS_PATH": str(current.secrets_dir),
         "KV_STATE_PATH": str(current.state_dir),
+        **observability.managed(current),
+        **watching,
     }
     return envfile.write_managed(root, values)
 
 
-def _compose_up(root: Path, steps: Steps) -> None:
+def _compose_up(root: Path, steps: Steps, watch: observability_up.Observability | None = None) -> None:
     current = settings.load(root)
     compose = Compose(root, current)
     with steps.step("Start") as step:
         step.say(f"$ {compose.command_line(current.wait_timeout)}")
-        compose.up(current.wait_timeout, on_note=step.note)
+        compose.up(current.wait_timeout, watch.core(compose) if watch else None, on_note=step.note)
         step.done(", ".join(f"{s.service} {s.health or s.state}" for s in compose.ps()))
 
 
 def _prove(root: Path, steps: Steps) -> int:
-    """The whole proof once for a data folder, `--live` from then on: nobody's server is killed by an `up`."""
+    """The whole proof once for a data folder and place of blocks, `--live` from then on: an `up` kills no server."""
     from kvstrata.proof import verify
 
     current = settings.load(root)
     stamp = current.state_dir / _PROVED
-    live = stamp.exists()
+    storage = kv_engine.storage(current.layers)
+    proved = _proved(stamp)
+    live = storage in proved
     with steps.step("Proof, live" if live else "Proof") as step:
         report = verify.run(current, root, live=live, before=verify.progress(step.note, live=live))
         step.done("passed" if report.passed else "FAILED")
     report.render(steps.console)
     if report.passed and not live:
-        stamp.write_text(json.dumps({"first_proof": report.started_at}) + "\n")
+        stamp.write_text(json.dumps({"first_proof": report.started_at, "storage": [*proved, storage]}) + "\n")
     return 0 if report.passed else 1
+
+
+def _proved(stamp: Path) -> list[str]:
+    """Storage layers of which the whole proof has passed. A file of before there were several: all that there was."""
+    try:
+        return list(json.loads(stamp.read_text(encoding="utf-8")).get("storage", ["", "nvme"]))
+    except (OSError, ValueError, AttributeError):
+        return []
+
+
+def _moved(current: Settings) -> str:
+    """What to say when blocks are kept elsewhere than by the `up` before: hits begin at nothing there."""
+    names = tuple(Path(name).stem for name in current.managed.get("COMPOSE_FILE", "").split(":"))
+    before, now = kv_engine.storage(names), kv_engine.storage(current.layers)
+    if not before or before == now or not current.persist:
+        return ""
+    return (
+        f"blocks are kept in {kv_engine.STORAGE.get(now, 'RAM only')} now, no longer in {kv_engine.STORAGE[before]}: "
+        "zero hits from L2 at first. What is there stays there, and is used again after a switch back"
+    )
 
 
 def _closing_lines(steps: Steps, current: Settings, chosen: ModelInfo) -> None:
@@ -176,7 +230,7 @@ def _closing_lines(steps: Steps, current: Settings, chosen: ModelInfo) -> None:
     )
     lines = (
         f"\nask:   curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-        "look:  make status, make logs",
+        "look:  make status, make logs" + (f"; Prometheus: {current.prometheus_url}" if current.observes else ""),
         "undo:  make rollback (plain vLLM), make down (stop; data stays)",
     )
     for line in lines:

@@ -1,4 +1,4 @@
-"""`kvstrata-launch`: process 2 of the vllm and lmcache containers, under the engine's init. Standard library only."""
+"""`kvstrata-launch`: process 2 of the containers, under Docker's init. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 __all__ = ["main"]
 
-USAGE = "usage: kvstrata-launch vllm <arguments of vllm> | lmcache | hold | health vllm|lmcache|hold"
+USAGE = "usage: kvstrata-launch vllm <arguments> | lmcache | engine | relay | hold | health <one of these>"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +25,14 @@ def main(argv: list[str] | None = None) -> int:
             from kvstrata.launch import lmcache
 
             return lmcache.run()
+        case ["engine"]:
+            from kvstrata.launch import engine
+
+            return engine.run()
+        case ["relay"]:
+            from kvstrata.launch import relay
+
+            return relay.run()
         case ["hold"]:
             from kvstrata.launch import supervise
 

@@ -11,10 +11,11 @@ from kvstrata.launch.config import Paths
 __all__ = ["check"]
 
 _TIMEOUT_S = 5.0
+_ENGINE_PORT = 9130
 
 
 def check(service: str, paths: Paths | None = None, port: int = 8000) -> int:
-    """Exit code for `service` (vllm, lmcache, hold). The reason of a failed state comes first, as its own line."""
+    """Exit code for `service` (vllm, lmcache, engine, relay, hold). The reason of a failed state comes first."""
     paths = paths or Paths()
     try:
         print(paths.failed.read_text(encoding="utf-8").strip(), flush=True)
@@ -29,10 +30,14 @@ def check(service: str, paths: Paths | None = None, port: int = 8000) -> int:
             _get(http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S), "/health")
         elif service == "lmcache":
             _get(_SocketConnection(paths.http_socket), "/healthcheck")
+        elif service == "engine":
+            _get(http.client.HTTPConnection("127.0.0.1", _ENGINE_PORT, timeout=_TIMEOUT_S), "/readyz")
+        elif service == "relay":
+            _SocketConnection(paths.otlp_socket).connect()  # whether the collector answers is not the relay's health
         elif service == "hold":
             pass  # it answers by running this check
         else:
-            print(f"no service {service!r}: vllm, lmcache or hold", flush=True)
+            print(f"no service {service!r}: vllm, lmcache, engine, relay or hold", flush=True)
             return 2
     except (OSError, http.client.HTTPException) as error:
         print(f"{service} does not answer: {error}", flush=True)

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
-from kvstrata.launch.config import ConfigError, Paths, number, whole
+from kvstrata.launch.config import ConfigError, Paths, number, required, whole
 from kvstrata.launch.supervise import Supervisor, failed_state
 
 __all__ = ["build_argv", "check_store", "drop_old_pool", "run"]
@@ -25,6 +26,7 @@ def run(env: Mapping[str, str] = os.environ, paths: Paths | None = None) -> int:
     paths = paths or Paths()
     try:
         argv = build_argv(env, paths)
+        child_env(env)
     except ConfigError as error:
         return failed_state(str(error), paths.failed)
     runner = [sys.executable, "-m", "kvstrata.launch.lmcache_server", str(paths.http_socket), *argv]
@@ -33,7 +35,25 @@ def run(env: Mapping[str, str] = os.environ, paths: Paths | None = None) -> int:
         drop_old_pool(paths)
         check_store(env)
 
-    return Supervisor("lmcache", runner, paths.failed, umask=UMASK, prepare=prepare).run()
+    return Supervisor("lmcache", runner, paths.failed, env=child_env(env), umask=UMASK, prepare=prepare).run()
+
+
+def child_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment. LMCache's RESP client takes its password from there, and prints what is in its JSON."""
+    made = dict(env)
+    if env.get("KV_L2", "").strip() == "resp" and (file := env.get("KV_RESP_PASSWORD_FILE", "").strip()):
+        made["LMCACHE_RESP_PASSWORD"] = _secret(Path(file))
+        if made["LMCACHE_RESP_PASSWORD"]:
+            # The KV engine answers this user in the few forms that LMCache's client reads without losing step.
+            made["LMCACHE_RESP_USERNAME"] = env.get("KV_RESP_USER", "").strip()
+    return made
+
+
+def _secret(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the password file {file} cannot be read ({error}); run `make up`, which makes it") from None
 
 
 def drop_old_pool(paths: Paths) -> None:
@@ -59,23 +79,51 @@ def build_argv(env: Mapping[str, str], paths: Paths) -> list[str]:
         "--eviction-policy", "LRU",
         "--shm-name", "" if pickle else SHM_NAME,
     ]  # fmt: skip
-    return argv + _l2(env, paths)
+    return argv + _telemetry(env) + _l2(env, paths)
+
+
+def _telemetry(env: Mapping[str, str]) -> list[str]:
+    """Metrics and traces to the collector, where the observability layer says which.
+
+    A fixed instance: a restarted server goes on with the same series. Rate 1: by default the life of one block in a
+    hundred is told, of a small cache's none.
+    """
+    endpoint = env.get("KV_OTLP_ENDPOINT", "").strip()
+    if not endpoint:
+        return []
+    instance = env.get("KV_HOST_NAME", "").strip() or "lmcache"
+    return ["--otlp-endpoint", endpoint, "--enable-tracing", "--metrics-sample-rate", "1", "--instance-id", instance]
 
 
 def _l2(env: Mapping[str, str], paths: Paths) -> list[str]:
     kind = env.get("KV_L2", "").strip()
     if not kind:
         return []
+    # retain: a block that L2 gave is kept in L1; by default each hit would read it from L2 again.
+    return ["--l2-prefetch-policy", "retain", "--l2-adapter", json.dumps(_adapter(kind, env, paths))]
+
+
+def _adapter(kind: str, env: Mapping[str, str], paths: Paths) -> dict[str, object]:
+    """The JSON of --l2-adapter. Without parameters and secrets: LMCache prints it. Ours read the environment."""
+    if kind == "remote":
+        from kvstrata.doors.remote_settings import RemoteError, RemoteSettings
+
+        try:
+            RemoteSettings.from_env(env).bearer()
+        except RemoteError as error:
+            raise ConfigError(str(error)) from None
+        return {"type": "native_plugin", "module_path": "kvstrata.doors.l2_remote", "class_name": "KvstrataRemote",
+                "adapter_params": {}}  # fmt: skip
+    if kind == "resp":
+        return {"type": "resp", "host": required(env, "KV_RESP_HOST"), "port": whole(env, "KV_RESP_PORT"),
+                "num_workers": whole(env, "KV_RESP_WORKERS", 4)}  # fmt: skip
     if kind != "store":
-        raise ConfigError(f"KV_L2={kind}, needed store or nothing; a layer of compose/ sets it")
+        raise ConfigError(f"KV_L2={kind}, needed store, remote, resp or nothing; a layer of compose/ sets it")
     if not os.access(paths.cache, os.W_OK | os.X_OK):
         raise ConfigError(f"permission denied on cache folder {paths.cache} for uid {os.getuid()}: "
                           "the folder of KV_CACHE_DIR must belong to KV_UID:KV_GID; chown it")  # fmt: skip
-    # No parameters: LMCache prints them. The adapter reads KV_STORE_* itself.
-    adapter = {"type": "plugin", "module_path": "kvstrata.doors.l2_plugin", "class_name": "KvstrataL2Adapter",
-               "adapter_params": {}}  # fmt: skip
-    # retain: a block that L2 gave is kept in L1; by default each hit would read the disk again.
-    return ["--l2-prefetch-policy", "retain", "--l2-adapter", json.dumps(adapter)]
+    return {"type": "plugin", "module_path": "kvstrata.doors.l2_plugin", "class_name": "KvstrataL2Adapter",
+            "adapter_params": {}}  # fmt: skip
 
 
 def check_store(env: Mapping[str, str], wait_s: float = _OWNER_WAIT_S) -> None:

@@ -20,7 +20,6 @@ from kvstrata.observe.prometheus import Prometheus
 
 __all__ = ["make_app", "make_report"]
 
-_PROMETHEUS, _TRACES = "http://127.0.0.1:9401", "http://127.0.0.1:9403"
 Url = Annotated[str, typer.Option("--prometheus", help="Its address; else the one of .env.")]
 _LEAST_CHANGING = 0.8
 
@@ -39,12 +38,15 @@ def make_app(settings: Callable[[], Settings], root: Callable[[], Path]) -> type
     ) -> None:
         """Every name of dashboards, rules and docs is live, every panel has data. Exit 1 on any gap."""
         current = settings()
+        spans = trace_store or f"http://127.0.0.1:{current.watch_ports['KV_TRACES_PORT']}"
         found = contract.run(
-            Prometheus(prometheus or _url(current, "KV_PROMETHEUS_PORT", _PROMETHEUS)),
+            Prometheus(prometheus or current.prometheus_url),
             root(),
             contract.parts_of(current.layers, current.device or "cpu"),
             minutes * 60,
-            partial(traces.search, trace_store or _url(current, "KV_TRACES_PORT", _TRACES), minutes * 60),
+            partial(
+                traces.search, trace_store or f"http://127.0.0.1:{current.watch_ports['KV_TRACES_PORT']}", minutes * 60
+            ),
         )
         if json_file is not None:
             json_file.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -67,7 +69,7 @@ def make_app(settings: Callable[[], Settings], root: Callable[[], Path]) -> type
     @app.command("metrics")
     def metrics(prometheus: Url = "") -> None:
         """The page docs/metrics.md with what the running Prometheus has of each name."""
-        found = Prometheus(prometheus or _url(settings(), "KV_PROMETHEUS_PORT", _PROMETHEUS))
+        found = Prometheus(prometheus or settings().prometheus_url)
         typer.echo(metrics_page.text(found.counts()))
 
     return app
@@ -82,13 +84,9 @@ def make_report(settings: Callable[[], Settings], root: Callable[[], Path]) -> C
         prometheus: Url = "",
     ) -> None:
         """One HTML page with plots of the last hours: hit rate, TTFT by source, usage."""
-        address, title = prometheus, "kvstrata"
-        if not prometheus:
-            current = settings()
-            address = _url(current, "KV_PROMETHEUS_PORT", _PROMETHEUS)
-            title = f"kvstrata: {current.model_name}" if getattr(current, "model_name", "") else title
+        address = prometheus or settings().prometheus_url
         path = out or root() / "data" / "reports" / "report.html"
-        text = report.make(Prometheus(address), hours, title)
+        text = report.make(Prometheus(address), hours, "kvstrata")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
@@ -97,12 +95,6 @@ def make_report(settings: Callable[[], Settings], root: Callable[[], Path]) -> C
         typer.echo(path)
 
     return command
-
-
-def _url(settings: Settings, knob: str, otherwise: str) -> str:
-    """127.0.0.1 and the port that `knob` names."""
-    port = getattr(settings, knob.removeprefix("KV_").lower(), None)
-    return f"http://127.0.0.1:{port}" if port else otherwise
 
 
 def _show(found: contract.Outcome, console: Console) -> None:

@@ -7,12 +7,13 @@ import json
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Protocol
 
 from kvstrata.deploy.errors import KvError
+from kvstrata.proof.kv_engine import KvEngine
 
 __all__ = ["Control", "OwnBlocks", "ServiceName", "Target", "pack", "wait_until"]
 
@@ -63,20 +64,28 @@ class Target:
     """chunk_size of versions.lock; None is not compared."""
     files_digest: str = ""
     """KV_IDENTITY of .env; "" is not compared."""
+    engine: KvEngine | None = None
+    """The KV engine that holds the blocks, where it can be asked; it then has to have served what came from L2."""
 
 
 class OwnBlocks:
     """The blocks of the prompts that the proof has sent: counted and removed where they lie (own_blocks.py)."""
 
-    def __init__(self, control: Control, chunk: int) -> None:
-        self._control = control
-        self._chunk = chunk
+    def __init__(self, control: Control, chunk: int, engine: KvEngine | None = None) -> None:
+        self._control, self._chunk, self._engine = control, chunk, engine
 
     def count(self, prompts: Sequence[Sequence[int]]) -> int | None:
         """How many of their blocks lie in L2; None when there is no L2 that can be looked into."""
         results = self._run("count", prompts)
-        present = [result["l2_present"] for result in results]
+        present = [self._in_engine(result) if self._engine else result["l2_present"] for result in results]
         return None if None in present else sum(present)
+
+    def _in_engine(self, result: Mapping[str, Any]) -> int:
+        """Chunks whose blocks of every rank are there."""
+        assert self._engine is not None
+        keys = result.get("keys", [])
+        missing = {key.split("@")[3] for key, there in zip(keys, self._engine.present(keys), strict=True) if not there}
+        return len({key.split("@")[3] for key in keys} - missing)
 
     def drop_l1(self, prompts: Sequence[Sequence[int]]) -> int:
         """Remove their unlocked blocks from L1 only; how many went."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvstrata.deploy import kv_engine as where
 from kvstrata.deploy import layers, lock
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
 from kvstrata.proof.control import Target
+from kvstrata.proof.kv_engine import KvEngine
 
-__all__ = ["DockerControl", "PlainVllm", "running_stack"]
+__all__ = ["DockerControl", "PlainVllm", "kv_engine", "running_stack"]
 
 
 class DockerControl:
@@ -77,4 +79,14 @@ def running_stack(settings: Settings, root: Path) -> Target:
         wait_timeout_s=settings.wait_timeout,
         locked_chunk=lock.load(root).chunk_size,
         files_digest=settings.managed.get("KV_IDENTITY", ""),
+        engine=kv_engine(settings),
     )
+
+
+def kv_engine(settings: Settings) -> KvEngine | None:
+    """The stack's own KV engine as this machine reaches it, where a storage layer keeps the blocks there."""
+    path = where.storage(settings.layers)
+    if not settings.has_engine or not path.startswith("path"):
+        return None
+    prefix = "framed@" if path == "path-a" else ""
+    return KvEngine(f"http://127.0.0.1:{settings.engine_port}", where.token(settings), prefix)

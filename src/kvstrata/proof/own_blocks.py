@@ -122,6 +122,11 @@ def main(argv: list[str]) -> dict[str, Any]:
         "l2_adapters": [a.get("type", "?") for a in adapters],
         "l2_present": len(present) if listable else None,
     }
+    if not listable:  # whoever can ask the place of the blocks asks by these names
+        names = [
+            f"{model}@{rank:08x}@{group:x}@{key}" for model, rank, group, key, _ in registered_keys(status, wanted)
+        ]
+        result["keys"] = names
     keys = sorted(set(found) | set(registered_keys(status, wanted)))
     until = time.monotonic() + 10
     if action in ("drop-l1", "delete") and keys:

@@ -45,7 +45,7 @@ class Prover:
         self._target, self._vllm, self._lmcache, self._facts = target, vllm, lmcache, facts
         self._counted, self._retry_counted, self._before = counted, retry_counted, before
         self._meter = Meter(vllm, lmcache)
-        self._blocks = OwnBlocks(target.control, target.chunk_size)
+        self._blocks = OwnBlocks(target.control, target.chunk_size, target.engine)
         self._sent: list[tuple[int, ...]] = []
         self._down: set[str] = set()
 
@@ -110,6 +110,7 @@ class Prover:
         self.sent_tokens = self.sent_tokens or len(prompt)
         send = self._vllm.complete_counted if self._counted else self._vllm.complete
         expected = prompts.expected_hits(len(prompt), self.chunk, self.block, source)
+        served = self._served()
         try:
             answer, hits = self._meter.measure(lambda: send(prompt, self._answer_tokens, salt=salt, keep=keep))
         except RequestFailed as failed:
@@ -120,6 +121,8 @@ class Prover:
         elif not hits.exact and self._retry_counted:
             raise Disturbed
         problems = _judge(hits, expected, source, self._counted)
+        if source == "l2" and served is not None and not problems:
+            problems += _engine_problems((self._served() or 0) - served, hits.l2_chunks)
         unlike = difference(answer, yardstick) if yardstick is not None else None
         if unlike is None and not answer.text:
             unlike = "found: an empty answer; needed: text"
@@ -131,6 +134,10 @@ class Prover:
             )
         )  # fmt: skip
         return answer
+
+    def _served(self) -> int | None:
+        """Blocks that the KV engine has given so far; None where the blocks are elsewhere."""
+        return self._target.engine.hits() if self._target.engine else None
 
     def from_disk(self, name: str, prompt: Tokens, yardstick: Completion | None) -> Completion | None:
         """A phase from L2 that forgives damaged blocks once: they are to be computed again, and right.
@@ -234,6 +241,13 @@ def _judge(hits: Hits, expected: int, source: Source, counted: bool) -> list[str
     if not counted and not hits.looked_up_tokens:
         problems.append("found: vLLM did not ask LMCache; needed: a lookup of the prompt (is the connector there?)")
     return problems
+
+
+def _engine_problems(given: int, chunks: int) -> list[str]:
+    """LMCache says that so many chunks came from L2: the engine must have given their blocks, one a rank and group."""
+    if given and chunks and given % chunks == 0:
+        return []
+    return [f"engine: found: {given} blocks given (get_hits); needed: those of {chunks} chunks"]
 
 
 def _counted_hits(answer: Completion, around: Hits, source: Source) -> Hits:

@@ -14,7 +14,7 @@ from kvstrata.proof.sources import Source
 
 __all__ = ["Phase", "Report"]
 
-_SOURCE_NAMES = {"none": "computed", "l0": "L0 vLLM", "l1": "L1 RAM", "l2": "L2 disk"}
+_SOURCE_NAMES = {"none": "computed", "l0": "L0 vLLM", "l1": "L1 RAM", "l2": "L2"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Report:
     duration_s: float = 0.0
     planned: tuple[str, ...] = field(default=())
     """Names of the phases that this kind of run has; one that did not run is a failure."""
+    l2: str = "disk"
+    """What L2 is: disk, or engine."""
 
     @property
     def all_failures(self) -> tuple[str, ...]:
@@ -107,6 +109,7 @@ class Report:
             "model": self.model,
             "prompt_tokens": self.prompt_tokens,
             "chunk_size": self.chunk_size,
+            "l2": self.l2,
             "phases": [phase.to_json() for phase in self.phases],
             "live": self.live,
             "started_at": self.started_at,
@@ -139,7 +142,7 @@ class Report:
                 phase.name,
                 "-" if phase.ttft_s is None else f"{phase.ttft_s:.2f} s",
                 f"{cached} of {phase.expected_hit_tokens}" if phase.expected_hit_tokens else cached,
-                _SOURCE_NAMES[phase.source],
+                _SOURCE_NAMES[phase.source] + (f" {self.l2}" if phase.source == "l2" else ""),
                 "yes" if phase.equal else "NO",
                 "" if speed is None else f"{speed:.1f}x",
                 style="red" if bad else None,

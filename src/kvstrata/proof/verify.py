@@ -27,6 +27,7 @@ from pathlib import Path
 
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
+from kvstrata.proof import metrics
 from kvstrata.proof.checks import guard_problems, read_guard
 from kvstrata.proof.client import Completion, EngineFacts, LmcacheClient, VllmClient
 from kvstrata.proof.control import Target
@@ -67,6 +68,7 @@ def run(
     for path in (settings.reports_dir / f"verify-{stamp}.json", json_path):
         if path is not None:
             report.write(path)
+    metrics.write(report, settings.data_dir / "observability" / "textfile")
     return report
 
 
@@ -97,6 +99,8 @@ def prove(
     finally:
         vllm.close()
         lmcache.close()
+        if target.engine:
+            target.engine.close()
 
 
 def _busy(vllm: VllmClient) -> int:
@@ -134,6 +138,7 @@ def _prove_once(
         ),
         started_at=started,
         planned=LIVE if live else FULL,
+        l2="engine" if target.engine else "disk",
     )
     if report.failures:
         # What runs is not what was set: hits and texts of it would say nothing, and waiting for them takes minutes.

@@ -79,6 +79,19 @@ class OpenBlock:
             self._read_plain(sub, behind, target[start:end], lease)
             sub = behind
 
+    def checked(self, sub: int, room: Scratch) -> memoryview:
+        """A sub-block's raw bytes, found good, in this thread's own memory until its next call. May block for as long
+        as the device likes; `room`: for a decoded one. Raises as read does, but for Expired.
+        """
+        start, end = self.header.raw_range(sub)
+        stored = self._fetch(self.header.starts[sub], self.header.lengths[sub])
+        self._compare(sub, crc32(stored))
+        if len(stored) == end - start:
+            return stored
+        piece = room.take(end - start)
+        codec(self.header.codec).decode_into(stored, piece)
+        return piece
+
     def verify(self, room: Scratch) -> None:
         """Check every sub-block without a caller's buffer; `room`: for one decoded one. Raises as read does."""
         for sub in range(self.header.sub_count):

@@ -23,6 +23,11 @@ class Events(Protocol):
     def on_store(self, nbytes: int, seconds: float, outcome: str, reason: str) -> None:
         """One block of a put ended."""
 
+    def on_evicting(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks are about to make room: not found any more, but until this returns `BlockStore.open_leaving` reads
+        them. The one call that may take its time, for puts wait for it anyway.
+        """
+
     def on_evict(self, cls: str, blocks: int, nbytes: int) -> None:
         """Blocks of one retention class made room."""
 
@@ -40,6 +45,9 @@ class NoEvents:
         """Ignored."""
 
     def on_store(self, nbytes: int, seconds: float, outcome: str, reason: str) -> None:
+        """Ignored."""
+
+    def on_evicting(self, keys: Sequence[BlockKey]) -> None:
         """Ignored."""
 
     def on_evict(self, cls: str, blocks: int, nbytes: int) -> None:

@@ -28,12 +28,13 @@ class Claim(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A block on its way out: no longer found, its bytes counted until `gone`."""
+    """A block on its way out: no longer found, its bytes counted until `gone`. `evicted`: to make room."""
 
     entry: bytes
     nbytes: int
     used_ns: int
     cls: int
+    evicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class Index:
                     if self._entries[slot] not in self._holds:
                         slots.append(slot)
                         nbytes -= self._bytes[slot]
-            return [self._take(slot) for slot in slots]
+            return [self._take(slot, evicted=True) for slot in slots]
 
     def gone(self, victim: Victim) -> bool:
         """The file is removed. True if its directory holds no block any more."""
@@ -326,9 +327,9 @@ class Index:
         (self._lru.prepend if old else self._lru.append)(slot, cls)
         self._account(entry, nbytes, 1)
 
-    def _take(self, slot: int) -> Victim:
+    def _take(self, slot: int, *, evicted: bool = False) -> Victim:
         entry, nbytes = self._entries[slot], self._bytes[slot]
-        victim = Victim(entry, nbytes, self._used_at[slot], self._lru.cls(slot))
+        victim = Victim(entry, nbytes, self._used_at[slot], self._lru.cls(slot), evicted)
         self._lru.remove(slot)
         del self._slots[entry]
         self._entries[slot] = b""

@@ -159,6 +159,9 @@ class StoreMetrics:
             self._failures.labels(reason or outcome).inc()
             self._count("store_failures")
 
+    def on_evicting(self, keys: Sequence[BlockKey]) -> None:
+        """Counted when it is done."""
+
     def on_evict(self, cls: str, blocks: int, nbytes: int) -> None:
         self._evictions.labels(cls).inc(blocks)
         self._evicted.labels(cls).inc(nbytes)

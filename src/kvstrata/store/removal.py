@@ -38,6 +38,10 @@ class Remover:
         in their places on a read-only disk, else as if just used, so that a damaged directory's do not stand in the
         way of all others.
         """
+        evicted = [self._index.names.key(victim.entry) for victim in victims if victim.evicted]
+        if evicted:
+            with suppress(Exception):
+                self._events.on_evicting([key for key in evicted if key is not None])
         gone: list[Victim] = []
         for at, victim in enumerate(victims):
             try:

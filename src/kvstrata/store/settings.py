@@ -59,6 +59,8 @@ class StoreSettings:
     store_deadline_s: float = 60.0
     allow_fs: tuple[str, ...] = ()
     classes: tuple[ClassRule, ...] = ()
+    sub_bytes: int = 1 << 20
+    """How much has one checksum: who sends a block on piece by piece wants pieces that fit a CPU's cache."""
 
     def __post_init__(self) -> None:
         def need(good: bool, knob: str, value: object, needed: str) -> None:

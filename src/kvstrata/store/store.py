@@ -13,6 +13,7 @@ from kvstrata.store.blockfile import BlockIO
 from kvstrata.store.capacity import Capacity, Device
 from kvstrata.store.codecs import CodecError
 from kvstrata.store.deadline import Batch, Outcome, Result, Watch
+from kvstrata.store.direct import Direct, PinnedBlock
 from kvstrata.store.entries import Entries
 from kvstrata.store.errors import StoreError
 from kvstrata.store.events import Events, NoEvents
@@ -55,7 +56,9 @@ class BlockStore:
         self._events = events
         self._clock = UseClock(clock)
         try:
-            io = BlockIO(root.path, codec=settings.codec, direct=root.direct, clock=self._clock)
+            io = BlockIO(
+                root.path, codec=settings.codec, direct=root.direct, sub_bytes=settings.sub_bytes, clock=self._clock
+            )
         except CodecError as error:
             raise StoreError(error.found, error.needed, error.fix) from error
         self._names = Entries(settings.class_number)
@@ -70,6 +73,7 @@ class BlockStore:
         self._watch = Watch(self._late)
         self._loader = Loader(io, self._index, self._remover, self._keeper, self._pool, settings.worker_count)
         self._storer = Storer(root, io, self._index, self._capacity, around, self._keeper, self._pool)
+        self._direct = Direct(root, io, self._index, self._capacity, around, self._keeper, self._remover)
         self._closed = False
 
     @classmethod
@@ -198,6 +202,26 @@ class BlockStore:
             if not is_there:
                 batch.settle(at, Result(Outcome.MISS))
         return batch.future
+
+    def put_pinned(self, key: BlockKey, source: memoryview, deadline_s: float | None = None) -> Result:
+        """put, of one block and in the caller's thread, which waits for the disk. After STORED and PRESENT the block
+        has one more holder: `unpin`.
+        """
+        if self._closed or self._health.puts_suspect:
+            return Result(Outcome.ERROR, "closed" if self._closed else "suspect")
+        return self._direct.put(key, source, self._settings.store_deadline_s if deadline_s is None else deadline_s)
+
+    def open_pinned(self, key: BlockKey) -> PinnedBlock | None:
+        """A block to read in the caller's thread, piece by piece; None: a miss."""
+        return None if self._closed or self._health.suspect else self._direct.open(key)
+
+    def open_leaving(self, key: BlockKey) -> PinnedBlock | None:
+        """During `Events.on_evicting`, one of its blocks; None: it cannot be read."""
+        return self._direct.open_leaving(key)
+
+    def sync(self, key: BlockKey) -> None:
+        """A block that is held survives a power failure afterwards. OSError."""
+        self._direct.sync(key)
 
     def delete(self, keys: Sequence[BlockKey]) -> Future[list[Result]]:
         """Remove blocks: DELETED, MISS (reason "pinned": somebody holds it, or its class is `pin`), ERROR, EXPIRED."""

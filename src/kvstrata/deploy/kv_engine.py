@@ -1,0 +1,118 @@
+"""The KV engine of a deployment: who speaks to it, at what address, with which token. (engine.py is Docker's.)"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.settings import Settings
+
+__all__ = [
+    "CLIENT",
+    "SERVER",
+    "STORAGE",
+    "check",
+    "client_dir",
+    "managed",
+    "secret_files",
+    "server_dir",
+    "storage",
+    "token",
+]
+
+#: Storage layer -> what `status` and `up` call the place of the blocks.
+STORAGE = {
+    "nvme": "the local disk",
+    "path-a": "the KV engine by HTTP (path A)",
+    "path-b": "RESP (path B)",
+}
+SERVER, CLIENT = "engine", "engine-client"
+_HTTP = "http://engine:9130"
+_RESP = ("engine", "6379")
+
+
+def storage(layers: tuple[str, ...]) -> str:
+    """The layer that says where blocks lie, or "" for none. They exclude each other (`# not with:`)."""
+    return next((name for name in STORAGE if name in layers), "")
+
+
+def check(settings: Settings) -> None:
+    """Raise KvError for a path that leads nowhere, or to two places."""
+    if not settings.persist:
+        return
+    for layer, knob, url, example in (
+        ("path-a", "KV_ENGINE_URL", settings.engine_url, "https://kv.example.com:9130"),
+        ("path-b", "KV_RESP_URL", settings.resp_url, "redis://redis.example.com:6379"),
+    ):
+        if layer not in settings.layers:
+            continue
+        if settings.has_engine and url:
+            raise KvError(f"layers engine and {layer}, and {knob}={url}", "one of the two",
+                          f"take engine out of KV_LAYERS in .env, or leave {knob} blank")  # fmt: skip
+        if not settings.has_engine and not url:
+            raise KvError(f"layer {layer}, and no engine to reach", f"an engine here, or {knob}",
+                          f"KV_LAYERS=engine,{layer} in .env; or {knob}={example}")  # fmt: skip
+
+
+def managed(settings: Settings) -> Mapping[str, str]:
+    """The keys of .env's managed block that say where the engine is."""
+    resp = urlsplit(settings.resp_url) if settings.resp_url else None
+    return {
+        "KV_ENGINE_ADDRESS": settings.engine_url or _HTTP,
+        "KV_ENGINE_PATH": str(settings.engine_dir),
+        "KV_RESP_HOST": str(resp.hostname) if resp else _RESP[0],
+        "KV_RESP_PORT": str(resp.port) if resp else _RESP[1],
+        # The engine answers the user `lmcache` in the forms that LMCache's client can read (engine/resp_lmcache.py).
+        "KV_RESP_USER": (resp.username or "") if resp else "lmcache",
+        "KV_RESP_SECRET": "resp_password" if resp else "token",
+        # A network without a way out, unless the engine is elsewhere.
+        "KV_STORE_NET_INTERNAL": "true" if settings.has_engine or not (settings.engine_url or resp) else "false",
+    }
+
+
+def server_dir(settings: Settings) -> Path:
+    """What the engine's container sees of the secrets: `tokens`."""
+    return settings.secrets_dir / SERVER
+
+
+def client_dir(settings: Settings) -> Path:
+    """What lmcache's container sees: `token`, `ca.pem` (empty: the system's CAs) and `resp_password`.
+
+    Folders and not files are mounted, so that a file that is replaced is seen in the container.
+    """
+    return settings.secrets_dir / CLIENT
+
+
+def secret_files(settings: Settings) -> Mapping[Path, Callable[[], str]]:
+    """Each secret file that these layers need, and how to make it where it is not there."""
+    client, server = client_dir(settings), server_dir(settings)
+    found: dict[Path, Callable[[], str]] = {}
+    if settings.has_engine or storage(settings.layers).startswith("path"):
+        found[client / "token"] = lambda: "" if settings.engine_url else secrets.token_urlsafe(32) + "\n"
+    if settings.has_engine:
+        found[server / "tokens"] = lambda: _tokens((client / "token").read_text(encoding="ascii").strip())
+    if "path-a" in settings.layers:
+        found[client / "ca.pem"] = lambda: settings.engine_ca.read_text() if settings.engine_ca else ""
+    if settings.resp_url and "path-b" in settings.layers:
+        found[client / "resp_password"] = lambda: ""
+    return found if settings.persist else {}
+
+
+def _tokens(token: str) -> str:
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    return (
+        "# One line a token: name scope tenant [prefix] token. Read again when it changes; docs/engine.md.\n"
+        f"stack rw default sha256:{digest}\n"
+    )
+
+
+def token(settings: Settings) -> str:
+    """The stack's own token, or "" where it cannot be read."""
+    try:
+        return (client_dir(settings) / "token").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,341 @@
+"""One keep-alive connection to a server of /kv, with one deadline over everything that a call does.
+
+http.client speaks the protocol; the sockets under it know the call's deadline, so that a server which sends a byte now
+and then ends with it as well. Bodies go from the caller's buffer to the socket and back, without a copy between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from kvstrata.doors import remote_frame
+from kvstrata.doors.remote_settings import RemoteError, RemoteSettings
+from kvstrata.store.checksum import crc32
+
+__all__ = ["PREFIX", "Corrupt", "Down", "Refused", "Wire", "key_path"]
+
+_PIECE = 1 << 20  # a piece is checked while it is still in the processor's cache
+_SMALL = 64 << 10
+PREFIX = "framed@"
+_NO_BATCH = (400, 404, 405, 501)
+
+
+class Down(Exception):
+    """No answer, or none that is HTTP. The message is a short reason; `timed_out`: it took the whole deadline."""
+
+    def __init__(self, reason: str, timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.timed_out = timed_out
+
+
+class Refused(Exception):
+    """An HTTP answer that says no to this call (its status); the server as such works."""
+
+
+class Corrupt(Exception):
+    """What came is not the block that was stored under this key: the reason. The buffer's content is undefined."""
+
+
+def key_path(key: str) -> str:
+    """Path segment of `key`: one for each key, and the same whether the server decodes percent signs or not.
+
+    The prefix keeps framed values out of the names that LMCache's own RESP client uses for bare ones: it loses step
+    with its connection at a value of another size.
+    """
+    return quote(PREFIX + key, safe="@")
+
+
+class Wire:
+    """Used by one thread at a time; `abort` may come from any."""
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        self._settings = settings
+        self._base = settings.url.path.rstrip("/") + "/kv/"
+        self._http: _Connection | None = None
+        self._socket: Any = None  # http.client lets go of its own when the server says `Connection: close`
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._has_batch = True
+
+    # -- calls; each raises Down or Refused, and leaves no connection behind that is out of step ---------------------
+
+    def get_into(self, key: str, block: memoryview, deadline: float) -> bool:
+        """Fill `block`; False for a key that is not there. Raises Corrupt as well."""
+        response = self._call("GET", key_path(key), deadline)
+        if response.status == 404:
+            self._finish(response)
+            return False
+        self._expect(response, (200,))
+        try:
+            if response.length != remote_frame.SIZE + block.nbytes:
+                raise Corrupt("length")
+            frame = bytearray(remote_frame.SIZE)
+            self._fill(response, memoryview(frame))
+            wanted, crc = remote_frame.check(bytes(frame), key, block.nbytes), 0
+            for at in range(0, block.nbytes, _PIECE):
+                piece = block[at : at + _PIECE]
+                self._fill(response, piece)
+                crc = crc32(piece, crc)
+            if crc != wanted:
+                raise Corrupt("crc")
+        except remote_frame.BadFrame as error:
+            self.close()
+            raise Corrupt(str(error)) from None
+        except Corrupt:
+            self.close()
+            raise
+        self._finish(response)
+        return True
+
+    def put(self, key: str, block: memoryview, deadline: float) -> bool:
+        """Store `block`; False when the key was there already (the server keeps what it has)."""
+        frame = remote_frame.make(key, block)
+        response = self._call("PUT", key_path(key), deadline, frame, block)
+        self._expect(response, (200, 201, 204))
+        self._finish(response)
+        return response.status == 201
+
+    def exists(self, key: str, deadline: float) -> bool:
+        response = self._call("HEAD", key_path(key), deadline)
+        self._expect(response, (200, 404))
+        self._finish(response)
+        return response.status == 200
+
+    def exists_many(self, keys: Sequence[str], deadline: float) -> list[bool] | None:
+        """One call for all, which also asks the engine to keep what it has for a while. None: it has no such call."""
+        if not self._has_batch:
+            return None
+        body = json.dumps({"keys": [PREFIX + key for key in keys], "lease_s": self._settings.lease_s}).encode()
+        response = self._call("POST", "batch/exists", deadline, body)
+        if response.status in _NO_BATCH:
+            self._finish(response)
+            self._has_batch = False
+            return None
+        self._expect(response, (200,))
+        with self._faults():
+            text = response.read(_SMALL + 16 * len(keys))
+        self._finish(response)
+        try:
+            found = json.loads(text)["exists"]
+            if isinstance(found, bool):  # epistemic-graph takes it for a question about the key "batch"
+                self._has_batch = False
+                return None
+            if len(found) != len(keys) or not all(isinstance(there, bool) for there in found):
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            self.close()
+            raise Down("rubbish") from None
+        return list(found)
+
+    def delete(self, key: str, deadline: float) -> bool:
+        """True when it is gone; False where the server has no DELETE."""
+        response = self._call("DELETE", key_path(key), deadline)
+        self._expect(response, (200, 204, 404, 405))
+        self._finish(response)
+        return response.status != 405
+
+    # -- the connection ---------------------------------------------------------------------------------------------
+
+    @property
+    def reused(self) -> bool:
+        """The next call goes over a connection that has served before; the server may have closed it meanwhile."""
+        return self._http is not None and self._http.sock is not None
+
+    def close(self) -> None:
+        with self._lock:
+            http_, self._http, self._socket = self._http, None, None
+        if http_ is not None:
+            with contextlib.suppress(OSError):
+                http_.close()
+
+    def abort(self) -> None:
+        """End the call that runs, and all later ones, at once: its thread comes back with Down."""
+        with self._lock:
+            self._aborted = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _call(
+        self, method: str, path: str, deadline: float, head: bytes = b"", body: memoryview | None = None
+    ) -> http.client.HTTPResponse:
+        with self._faults():
+            connection = self._connected(deadline)
+            connection.putrequest(method, self._base + path, skip_accept_encoding=True)
+            if connection.bearer:
+                connection.putheader("Authorization", f"Bearer {connection.bearer}")
+            if method in ("PUT", "POST"):
+                connection.putheader("Content-Length", str(len(head) + (body.nbytes if body is not None else 0)))
+            if method == "POST":
+                connection.putheader("Content-Type", "application/json")
+            # A server that refuses may close before it has read all; its answer says why.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.endheaders(head or None)
+                if body is not None:
+                    connection.send(body)
+            return connection.getresponse()
+
+    def _connected(self, deadline: float) -> _Connection:
+        if not self.reused:
+            self.close()
+            fresh = _Connection(self._settings, deadline)
+            fresh.connect()
+            self._http = fresh
+        assert self._http is not None
+        with self._lock:
+            self._socket = self._http.sock
+            if self._aborted:
+                raise ConnectionAbortedError("closed")
+        self._http.sock.deadline = deadline
+        return self._http
+
+    def _expect(self, response: http.client.HTTPResponse, good: Sequence[int]) -> None:
+        if response.status in good:
+            return
+        self.close()  # its body may be anything
+        if response.status == 401:
+            raise Down("token refused (401)")
+        raise Refused(str(response.status))
+
+    def _fill(self, response: http.client.HTTPResponse, view: memoryview) -> None:
+        with self._faults():
+            at = 0
+            while at < len(view):
+                count = response.readinto(view[at:])
+                if not count:
+                    raise ConnectionResetError("cut short")
+                at += count
+
+    def _finish(self, response: http.client.HTTPResponse) -> None:
+        """Read what is left, so that the connection can be used again; drop it where that is much."""
+        with self._faults():
+            if not response.isclosed() and (response.length is None or response.length > _SMALL):
+                self.close()
+                return
+            response.read()
+            if response.will_close:
+                self.close()
+
+    @contextlib.contextmanager
+    def _faults(self) -> Any:
+        """Everything that sockets, TLS and http.client raise, as Down; the connection is gone then."""
+        try:
+            yield
+        except TimeoutError:
+            self.close()
+            raise Down("deadline", timed_out=True) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            raise Down(_reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    """A short word for logs and metric labels; never what the server sent."""
+    if isinstance(error, RemoteError):
+        return "token file"
+    if isinstance(error, ConnectionRefusedError):
+        return "refused"
+    if isinstance(error, socket.gaierror):
+        return "name not found"
+    if isinstance(error, ssl.SSLError):
+        return "tls"
+    return "lost" if isinstance(error, (OSError, http.client.RemoteDisconnected)) else "rubbish"
+
+
+class _Timed:
+    """Socket whose every wait ends at `deadline` (time.monotonic)."""
+
+    deadline = 0.0
+
+    def _arm(self) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("deadline")
+        self.settimeout(left)  # type: ignore[attr-defined]
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        self._arm()
+        return int(super().recv_into(*args, **kwargs))  # type: ignore[misc]
+
+    def send(self, *args: Any, **kwargs: Any) -> int:
+        self._arm()
+        return int(super().send(*args, **kwargs))  # type: ignore[misc]
+
+    def sendall(self, *args: Any, **kwargs: Any) -> None:
+        self._arm()  # plain sockets: the time-out is that of the whole call; TLS calls `send` for each part
+        super().sendall(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Plain(_Timed, socket.socket):
+    pass
+
+
+class _Tls(_Timed, ssl.SSLSocket):
+    pass
+
+
+class _Connection(http.client.HTTPConnection):
+    """http.client over a timed socket; resolves, connects and greets within the deadline of the first call."""
+
+    sock: Any
+
+    def __init__(self, settings: RemoteSettings, deadline: float) -> None:
+        url = settings.url
+        super().__init__(str(url.hostname), url.port or (443 if url.scheme == "https" else 80))
+        self.bearer = settings.bearer()
+        self._deadline, self._tls, self._ca = deadline, url.scheme == "https", settings.ca_file
+        self.auto_open = 0  # a lost connection is an error to see, not to hide
+
+    def connect(self) -> None:
+        last: OSError = ConnectionRefusedError("no address")
+        for family, address in _resolve(self.host, self.port, self._deadline):
+            plain = _Plain(family, socket.SOCK_STREAM)
+            plain.deadline = self._deadline
+            try:
+                plain._arm()
+                plain.connect(address)
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.sock = self._greet(plain) if self._tls else plain
+                return
+            except OSError as error:
+                plain.close()
+                last = error
+        raise last
+
+    def _greet(self, plain: _Plain) -> _Tls:
+        context = ssl.create_default_context(cafile=str(self._ca) if self._ca else None)
+        context.sslsocket_class = _Tls
+        plain._arm()
+        made: Any = context.wrap_socket(plain, server_hostname=self.host)
+        made.deadline = self._deadline
+        return made  # type: ignore[no-any-return]
+
+
+def _resolve(host: str, port: int, deadline: float) -> list[tuple[int, Any]]:
+    """Addresses of `host`. getaddrinfo has no time-out of its own, so it runs aside and is left behind when late."""
+    found: list[tuple[int, Any]] = []
+    failed: list[OSError] = []
+
+    def look() -> None:
+        try:
+            found.extend((f, a) for f, _, _, _, a in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=look, name="kvstrata-resolve", daemon=True)
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError("name lookup")
+    return found

@@ -1,0 +1,178 @@
+"""One accepted connection as a handler sees it: blocking reads and sends, deadlines kept by somebody else."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import ssl
+import struct
+import time
+from typing import Any
+
+__all__ = ["Connection", "Cut", "NotYet"]
+
+# How long a worker waits for the next request before it hands the connection back to the poller: long enough that a
+# client in a loop never pays for the way through the poller, short enough that an idle one holds no thread.
+_LINGER_S = 0.05
+_LINGER = struct.pack("@ll", 0, int(_LINGER_S * 1e6))
+_CHUNK = 32 << 10
+# Requests in a row from one connection while others wait for a worker.
+_STREAK = 16
+# Address space that is read into and never looked at (see `skip`).
+_DISCARD = 16 << 20
+
+
+class Cut(Exception):
+    """The peer went away, or a deadline passed, in the middle of something."""
+
+
+class NotYet(Exception):
+    """Nothing has arrived: let `serve` return True, the poller calls again when there is something."""
+
+
+class Connection:
+    """A socket with what was read ahead of the handler. Used by one worker at a time.
+
+    Attributes:
+        sock: blocking; an `ssl.SSLSocket` where the listener has a certificate.
+        peer: "address:port".
+        tls: whether `sock` encrypts (then there is no sendfile).
+        buffered: bytes that have arrived and that the handler has not consumed; it deletes what it took.
+        state: the handler's own, kept between its calls.
+        midway: set by a handler that parks in the middle of a request with nothing in `buffered`: the deadline goes on.
+        expired: the deadline has passed; reading is shut down already, a short answer may still be sent.
+    """
+
+    __slots__ = (
+        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "midway", "parked",
+        "peer", "sock", "state", "stopping", "tls",
+    )  # fmt: skip
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.peer = peer
+        self.tls = isinstance(sock, ssl.SSLSocket)
+        self.handshaking = self.tls
+        self.buffered = bytearray()
+        self.state: Any = None
+        self.deadline: float | None = None
+        self.expired = False
+        self.parked = False
+        self.midway = False
+        self.hurry = False
+        self.stopping = False
+        self._streak = 0
+        self._whole = 0 if self.tls else socket.MSG_WAITALL
+        if not self.tls:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LINGER)
+
+    def until(self, seconds: float | None) -> None:
+        """From now on this much time is left, for all that follows, until the next call. None: no deadline."""
+        self.deadline = None if seconds is None else time.monotonic() + seconds
+
+    def wait(self) -> None:
+        """Append to `buffered` what comes next. Raises Cut when the peer closes or the deadline passes before."""
+        while True:
+            try:
+                data = self.sock.recv(_CHUNK)
+            except BlockingIOError:
+                data = None
+            if data == b"" or self.expired:
+                raise Cut
+            if data:
+                self.buffered += data
+                return
+
+    def fill(self) -> int:
+        """Append what has arrived to `buffered`, after a short wait. Returns how much; 0 when the peer has closed.
+
+        Raises NotYet when nothing came, Cut when the deadline has passed, OSError when the connection broke.
+        """
+        if self.expired:
+            raise Cut
+        hurry = self.hurry
+        self._streak = self._streak + 1 if hurry else 0
+        if self._streak > _STREAK:
+            self._streak = 0
+            raise NotYet
+        try:
+            if self.tls:
+                self.sock.settimeout(0 if hurry else _LINGER_S)
+                try:
+                    data = self.sock.recv(_CHUNK)
+                finally:
+                    self.sock.settimeout(None)
+            else:
+                data = self.sock.recv(_CHUNK, socket.MSG_DONTWAIT if hurry else 0)
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+            if self.expired:
+                raise Cut from None
+            raise NotYet from None
+        if not data and self.expired:
+            raise Cut  # it is the watchdog that has closed this side
+        self.buffered += data
+        return len(data)
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill the whole view, from `buffered` first. Raises Cut when the peer closes or the deadline passes before."""
+        size = len(view)
+        got = min(len(self.buffered), size)
+        if got:
+            view[:got] = self.buffered[:got]
+            del self.buffered[:got]
+        while got < size:
+            got += self._receive(view[got:], size - got, self._whole)
+
+    def skip(self, size: int) -> None:
+        """Read `size` bytes and forget them. Raises Cut as read_into does."""
+        got = min(len(self.buffered), size)
+        del self.buffered[:got]
+        # MSG_TRUNC: the kernel drops the bytes of a TCP socket without copying them, and never writes to the buffer.
+        flags = 0 if self.tls else socket.MSG_TRUNC
+        scratch = memoryview(bytearray(_CHUNK)) if self.tls else _untouched()
+        while got < size:
+            got += self._receive(scratch, min(size - got, len(scratch)), flags)
+
+    def _receive(self, view: memoryview, size: int, flags: int) -> int:
+        try:
+            count = self.sock.recv_into(view, size, flags) if flags else self.sock.recv_into(view, size)
+        except BlockingIOError:
+            count = -1
+        if count == 0 or self.expired:
+            raise Cut
+        return max(count, 0)
+
+    def send(self, data: bytes | memoryview, *, more: bool = False) -> None:
+        """Send all of it. `more`: something follows at once, so the kernel may wait and fill the packet."""
+        if more and not self.tls:
+            self.sock.sendall(data, socket.MSG_MORE)
+        else:
+            self.sock.sendall(data)
+
+    def finish(self, seconds: float, limit: int) -> None:
+        """Say goodbye so that the last answer is read: close our side, then drop what still comes, for a short while.
+
+        A plain close with unread bytes would reset the connection, and the peer might never see why it was refused.
+        """
+        if self.tls:
+            return
+        self.until(seconds)
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+            self.skip(limit)
+        except (Cut, OSError):
+            return
+
+    def has_more(self) -> bool:
+        """Bytes that the poller cannot see: a TLS record that is decrypted already."""
+        return isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
+
+
+_discard: list[memoryview] = []
+
+
+def _untouched() -> memoryview:
+    if not _discard:
+        _discard.append(memoryview(mmap.mmap(-1, _DISCARD)))
+    return _discard[0]

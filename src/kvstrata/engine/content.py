@@ -1,0 +1,366 @@
+"""The engine: values under keys, a namespace a tenant, on disk once for each content (docs/engine.md)."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from kvstrata.engine.block import Block
+from kvstrata.engine.books import Ref, Tenant, block_key
+from kvstrata.engine.branches import Branches
+from kvstrata.engine.core import Core
+from kvstrata.engine.errors import Full, NoSuchBranchKey, Refused, TooLarge
+from kvstrata.engine.globs import glob
+from kvstrata.engine.leases import Leases
+from kvstrata.engine.settings import EngineSettings
+from kvstrata.engine.start import load
+from kvstrata.engine.stats import stats
+from kvstrata.store.keys import BlockKey
+
+__all__ = ["Engine", "Put"]
+
+LONGEST_KEY = 4096
+_PUT = "INSERT OR REPLACE INTO refs VALUES(?,?,?,?,?,?)"
+_SCAN = "SELECT key FROM refs WHERE tenant=? AND key>? ORDER BY key LIMIT ?"
+_SCAN_MOST = 10_000
+_TICK_S = 0.5
+# A block that moves from one disk to another is found at the second look.
+_TRIES = 3
+
+log = logging.getLogger(__name__)
+
+
+class Put(NamedTuple):
+    """`new`: the key was not there. `digest`: of the value that it means now, in hex."""
+
+    new: bool
+    digest: str
+
+
+class Engine:
+    """Thread-safe. `put`, `delete` and what changes forks return when it is acknowledged: it survives the end of the
+    process, and with durability=fsync of the machine. Calls block on the disk in the caller's thread.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Use `open`."""
+        self.settings = settings
+        settings.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._core = core = Core(settings)
+        self._lock = core.lock
+        self._leases = Leases(core)
+        self._branches = Branches(core)
+        self._expiries: list[tuple[float, str, bytes]] = []
+        self._stopped = threading.Event()
+        self._tender = threading.Thread(target=self._tend, name="kvstrata-engine", daemon=True)
+
+    @classmethod
+    def open(cls, settings: EngineSettings) -> Engine:
+        """Own the folders and bring books and disks in step. StoreError."""
+        engine = cls(settings)
+        try:
+            load(engine._core, engine._branches)
+            with engine._lock:
+                for name, of in engine._core.books.tenants.items():
+                    engine._expiries += [(ref.expires, name, key) for key, ref in of.refs.items() if ref.expires]
+            heapq.heapify(engine._expiries)
+        except BaseException:
+            engine._core.catalog.close()
+            engine._core.tiers.close(1.0)
+            raise
+        engine._tender.start()
+        engine._core.mover.start()
+        return engine
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is left and give the folders up. Idempotent; no other call may be under way."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._core.wake.set()
+        self._tender.join(timeout_s)
+        self._core.mover.stop(timeout_s)
+        self._core.sweep()
+        self._core.catalog.close()
+        self._core.tiers.close(timeout_s)
+
+    # -- writing
+
+    def put(
+        self,
+        tenant: str,
+        key: bytes,
+        body: memoryview,
+        *,
+        version: int | None = None,
+        replace: bool = False,
+        ttl_s: float | None = None,
+    ) -> Put:
+        """Store a value. A key that is there stays as it is (the first writer wins), unless `replace`.
+
+        `version`: the entry goes when the tenant's version passes it; `ttl_s`: it goes after that. Refused, TooLarge,
+        Full.
+        """
+        self._check(tenant, key, len(body), version)
+        if not replace and (digest := self._repeated(tenant, key)) is not None:
+            return Put(False, digest)
+        name = block_key(tenant, blake3(body).digest())
+        expires = time.time() + ttl_s if ttl_s is not None else 0.0
+        with self._core.stored(name, body) as new_block:
+            with self._lock:
+                of = self._core.books.of(tenant)
+                there = self._core.live(of, tenant, key)
+                if there is None or replace:
+                    ref = self._enter(of, name, key, len(body), version, expires)
+                    if not new_block:
+                        of.count("dedup_hits")
+                    if there is None:
+                        of.count("put_new")
+                else:
+                    of.count("dedup_hits")
+                    ref = there
+            try:
+                self._core.catalog.commit(ref.ticket)
+            except Full:
+                with self._lock:
+                    if of.refs.get(key) is ref:
+                        of.count("put_new", -1 if there is None else 0)
+                        self._core.settle(self._core.books.unname(of, key))
+                raise
+        return Put(there is None, ref.content.digest.hex())
+
+    def _enter(self, of: Tenant, name: BlockKey, key: bytes, size: int, version: int | None, expires: float) -> Ref:
+        """The key means the block that is `stored` now. Under the lock."""
+        core = self._core
+        content = core.adopt(name, size)
+        ref = Ref(content, -1 if version is None else version, expires, 0)
+        before = core.books.name(of, key, ref)
+        values = (name.salt, key, name.chunk, size, version, expires or None)
+        ref.ticket = core.catalog.queue([(_PUT, values)])
+        if before is not content:
+            core.settle(before)
+        if expires:
+            heapq.heappush(self._expiries, (expires, name.salt, key))
+        if len(of.refs) > self.settings.max_keys:
+            oldest = list(islice(of.refs, 1 + self.settings.max_keys // 100))
+            core.catalog.queue([it for old in oldest if old != key for it in core.unname(of, name.salt, old)])
+            of.count("keys_retired", len(oldest))
+        return ref
+
+    def _repeated(self, tenant: str, key: bytes) -> str | None:
+        with self._lock:
+            of = self._core.books.of(tenant)
+            ref = self._core.live(of, tenant, key)
+            if ref is None:
+                return None
+            of.count("dedup_hits")
+        # Who is told that it is there must not lose it because the first one's commit was still under way.
+        self._core.catalog.commit(ref.ticket)
+        return ref.content.digest.hex()
+
+    def present(self, tenant: str, key: bytes) -> bool:
+        """True if a put (without `replace`) would change nothing; it then counts as one. Memory only."""
+        with self._lock:
+            of = self._core.books.of(tenant)
+            ref = self._core.live(of, tenant, key)
+            if ref is None or not self._core.catalog.is_committed(ref.ticket):
+                return False
+            of.count("dedup_hits")
+            return True
+
+    def delete(self, tenant: str, keys: Sequence[bytes]) -> int:
+        """How many of the keys were there. Full: it cannot be written down."""
+        with self._lock:
+            of = self._core.books.of(tenant)
+            gone = [key for key in dict.fromkeys(keys) if self._core.live(of, tenant, key) is not None]
+            ticket = self._core.catalog.queue([it for key in gone for it in self._core.unname(of, tenant, key)])
+        if gone:
+            self._core.catalog.commit(ticket)
+        return len(gone)
+
+    # -- reading
+
+    def open_block(self, tenant: str, key: bytes, *, count: bool = True) -> Block | None:
+        """The value, to be sent; None: a miss. Counts as a hit or a miss unless told otherwise."""
+        content = None
+        for _ in range(_TRIES):
+            with self._lock:
+                of = self._core.books.of(tenant)
+                ref = self._core.live(of, tenant, key)
+                content = ref.content if ref is not None else None
+            block = self._core.open(content, count=count) if content is not None else None
+            if block is not None:
+                if count:
+                    with self._lock:
+                        of.count("get_hits")
+                return block
+            if content is None:
+                break
+        if count:
+            with self._lock:
+                of.count("get_misses")
+        return None
+
+    def exists(self, tenant: str, keys: Sequence[bytes], lease_s: float | None = None) -> list[bool]:
+        """Which keys are there. With `lease_s` each yes is a promise for so long (but for a delete and a TTL), and
+        counts as a use; where that cannot be promised the answer is no.
+        """
+        answer = []
+        with self._lock:
+            of = self._core.books.of(tenant)
+            for key in keys:
+                ref = self._core.live(of, tenant, key)
+                there = ref is not None
+                if ref is not None and lease_s is not None:
+                    there = self._leases.grant(ref.content, lease_s)
+                    self._core.tiers.touch(ref.content)
+                answer.append(there)
+        return answer
+
+    def size(self, tenant: str, key: bytes) -> int | None:
+        """Bytes of the value."""
+        with self._lock:
+            ref = self._core.live(self._core.books.of(tenant), tenant, key)
+            return None if ref is None else ref.content.size
+
+    def digest(self, tenant: str, key: bytes) -> str | None:
+        """BLAKE3 of the value, in hex."""
+        with self._lock:
+            ref = self._core.live(self._core.books.of(tenant), tenant, key)
+            return None if ref is None else ref.content.digest.hex()
+
+    def ttl(self, tenant: str, key: bytes) -> float | None:
+        """Seconds that it has left, -1.0 if it does not expire, None if it is not there."""
+        with self._lock:
+            ref = self._core.live(self._core.books.of(tenant), tenant, key)
+            if ref is None:
+                return None
+            return max(ref.expires - time.time(), 0.0) if ref.expires else -1.0
+
+    def count(self, tenant: str) -> int:
+        """How many keys."""
+        with self._lock:
+            self._expire()
+            return len(self._core.books.of(tenant).refs)
+
+    def scan(
+        self, tenant: str, cursor: bytes = b"", match: bytes | None = None, count: int = 10
+    ) -> tuple[bytes, list[bytes]]:
+        """Keys in their order behind `cursor` (b"": from the start) that fit a glob, and the next cursor (b"": that
+        was all). `count`: how many are looked at.
+        """
+        count = max(1, min(count, _SCAN_MOST))
+        fits = glob(match) if match is not None else None
+        rows = [row[0] for row in self._core.catalog.rows(_SCAN, (tenant, cursor, count))]
+        keys = [key for key in rows if isinstance(key, bytes)]
+        after = keys[-1] if len(keys) == count else b""
+        with self._lock:
+            of = self._core.books.of(tenant)
+            keys = [key for key in keys if self._core.live(of, tenant, key) is not None]
+        return after, [key for key in keys if fits is None or fits.fullmatch(key)]
+
+    def stats(self, tenant: str | None = None) -> dict[str, object]:
+        """One tenant's, or the sums of all. Only what can be served is counted."""
+        with self._lock:
+            self._expire()
+            return stats(self._core, tenant)
+
+    # -- versions
+
+    def version(self, tenant: str) -> int:
+        """The tenant's; 0 if it was never moved."""
+        with self._lock:
+            return self._core.books.of(tenant).version
+
+    def bump_version(self, tenant: str, number: int) -> int:
+        """Move it forward: entries with an older tag are gone. Back is not possible. The version now. Full."""
+        with self._lock:
+            of = self._core.books.of(tenant)
+            if number > of.version:
+                of.version = of.counters["version"] = number
+                of.changed.add("version")
+                old = [key for key, ref in of.refs.items() if 0 <= ref.version < number]
+                self._core.catalog.queue([it for key in old for it in self._core.unname(of, tenant, key)])
+                of.count("stale_retired", len(old))
+            ticket = self._core.catalog.queue(())
+            version = of.version
+        self._core.catalog.commit(ticket)
+        return version
+
+    # -- snapshots and branches
+
+    def snapshot(self, tenant: str, keys: Sequence[bytes]) -> tuple[int, int]:
+        """(number, pages): what those of the keys that are there mean now, kept. Full."""
+        return self._branches.snapshot(tenant, keys)
+
+    def fork(self, tenant: str, snapshot: int) -> int:
+        """A branch over a snapshot. NoSuchSnapshot, Full."""
+        return self._branches.fork(tenant, snapshot)
+
+    def branch_open(self, tenant: str, branch: int, key: bytes) -> Block:
+        """What the key means in the branch: what it wrote, else the snapshot's. NoSuchBranch, NoSuchBranchKey."""
+        block = self._core.open(self._branches.find(tenant, branch, key), count=False)
+        if block is None:
+            raise NoSuchBranchKey(f"the page of branch {branch} cannot be read")
+        return block
+
+    def branch_put(self, tenant: str, branch: int, key: bytes, body: memoryview) -> Put:
+        """Write into the branch alone. NoSuchBranch, Full, TooLarge, Refused."""
+        self._check(tenant, key, len(body), None)
+        digest = blake3(body).digest()
+        return Put(self._branches.put(tenant, branch, key, digest, body), digest.hex())
+
+    def drop_snapshot(self, tenant: str, snapshot: int) -> None:
+        """NoSuchSnapshot, StillReferenced."""
+        self._branches.drop_snapshot(tenant, snapshot)
+
+    def drop_branch(self, tenant: str, branch: int) -> None:
+        """NoSuchBranch."""
+        self._branches.drop_branch(tenant, branch)
+
+    def fork_stats(self, tenant: str | None = None) -> dict[str, int]:
+        """See Branches.stats."""
+        return self._branches.stats(tenant)
+
+    # -- inside
+
+    def _check(self, tenant: str, key: bytes, size: int, version: int | None) -> None:
+        if not 1 <= len(key) <= LONGEST_KEY:
+            raise Refused(f"found: a key of {len(key)} bytes; needed: 1 to {LONGEST_KEY}")
+        most = max(self.settings.max_value, self.settings.resp_max_value)
+        if size > most:
+            raise TooLarge(f"found: a value of {size} bytes; needed: at most {most}")
+        now = self.version(tenant)
+        if version is not None and not now <= version < 1 << 63:
+            raise Refused(f"found: data version {version}; needed: {now} (the current one) or later")
+
+    def _expire(self) -> None:
+        """Under the lock."""
+        now, books = time.time(), self._core.books
+        while self._expiries and self._expiries[0][0] <= now:
+            _, tenant, key = heapq.heappop(self._expiries)
+            # Dropped there if it is over; it may have been written anew, with another end.
+            self._core.live(books.of(tenant), tenant, key)
+
+    def _tend(self) -> None:
+        """What nobody waits for."""
+        while not self._stopped.is_set():
+            self._core.wake.wait(_TICK_S)
+            self._core.wake.clear()
+            try:
+                with self._lock:
+                    self._expire()
+                    self._leases.end(time.monotonic())
+                self._branches.end_idle()
+                self._core.sweep()
+                self._core.catalog.tend()
+            except Exception:
+                log.exception("engine: the tender failed")
+            self._stopped.wait(0.05)

@@ -1,0 +1,208 @@
+"""What all parts of the engine share: the lock, the books, the catalog and the tiers, and how they are kept in step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from kvstrata.engine.block import Block
+from kvstrata.engine.books import Books, Content, Ref, Tenant, Tier, block_key
+from kvstrata.engine.catalog import Catalog, Statement
+from kvstrata.engine.hot import HotTier
+from kvstrata.engine.mover import Mover
+from kvstrata.engine.settings import EngineSettings
+from kvstrata.engine.tiers import Tiers
+from kvstrata.store.keys import BlockKey
+
+__all__ = ["FORGET", "Core"]
+
+FORGET = "DELETE FROM refs WHERE tenant=? AND key=? AND digest=?"
+_COUNT = "INSERT OR REPLACE INTO counters VALUES(?,?,?)"
+
+log = logging.getLogger(__name__)
+
+
+class Core:
+    """`lock` guards books, hot tier and the order of the catalog's queue; nobody holds it over I/O or a commit.
+
+    A content that nothing means any more goes at once from the books and soon after from the disk (`sweep`).
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.lock = threading.RLock()
+        self.books = Books()
+        self.hot = HotTier(settings.hot, lambda content, hot: self.books.place(content, hot=hot))
+        self._garbage: set[tuple[Tier, BlockKey]] = set()
+        self._victims = threading.local()
+        self.wake = threading.Event()
+        self.mover = Mover(self)
+        self.tiers = Tiers(settings, self)
+        try:
+            self.catalog = Catalog.open(
+                settings.root / "catalog.sqlite",
+                durable=settings.durability == "fsync",
+                counters=self._changed_counters,
+            )
+        except BaseException:
+            self.tiers.close(1.0)
+            raise
+
+    # -- contents
+
+    @contextmanager
+    def stored(self, key: BlockKey, body: memoryview) -> Iterator[bool]:
+        """The bytes are on the warm disk and stay there meanwhile; gives whether they were new. Full, TooLarge."""
+        new = self.tiers.put(key, body)
+        try:
+            yield new
+        finally:
+            self.tiers.stores[Tier.WARM].unpin([key])
+
+    def open(self, content: Content, *, count: bool) -> Block | None:
+        """To read it; `count`: it was counted as a hit, which must be undone if it turns out to be corrupt."""
+        with self.lock:
+            copy = self.hot.get(content)
+            if copy is not None:
+                self.tiers.touch(content)
+            again, content.used = content.used, True
+            wanted = copy is None and again and self.hot.wants(content)
+        source = copy if copy is not None else self.tiers.open(content)
+        if source is None:
+            self.mover.wait(content)
+            return None
+        if content.tier is Tier.COLD:
+            self.mover.promote(content)
+        digest = content.digest.hex()
+        on_copy = partial(self._copied, content) if wanted else None
+        return Block(source, digest, partial(self._bad, content.tenant, count), on_copy)
+
+    def _bad(self, tenant: str, count: bool) -> None:
+        with self.lock:
+            of = self.books.of(tenant)
+            of.count("corrupt")
+            if count:
+                of.count("get_hits", -1)
+                of.count("get_misses")
+
+    def _copied(self, content: Content, copy: bytes) -> None:
+        with self.lock:
+            if self.books.has(content):
+                self.hot.add(content, copy)
+
+    def adopt(self, key: BlockKey, size: int) -> Content:
+        """The content of a block that is `stored` now. Under the lock."""
+        content = self.books.content(key.salt, key.chunk, size, Tier.WARM)
+        self._garbage.discard((Tier.WARM, key))
+        if content.tier is not Tier.WARM:
+            self.move(content, Tier.WARM)
+        return content
+
+    def move(self, content: Content, to: Tier) -> None:
+        """It is on that disk as well, and counts there from now on; the other copy is garbage. Under the lock."""
+        before = content.tier
+        if content.pinned:
+            self.tiers.unpin(content)
+        self.books.place(content, tier=to)
+        content.pinned = content.pinned and self.tiers.pin(content)
+        self._garbage.add((before, block_key(content.tenant, content.digest)))
+        self.wake.set()
+
+    def settle(self, content: Content | None) -> None:
+        """After something that it was wanted or kept for has changed. Under the lock."""
+        if content is None or not self.books.has(content):
+            return
+        keep = content.wanted and (content.forks > 0 or content.lease > 0)
+        if keep and not content.pinned:
+            content.pinned = self.tiers.pin(content)
+        elif content.pinned and not keep:
+            self.tiers.unpin(content)
+            content.pinned = False
+        if not content.wanted:
+            self.hot.discard(content)
+            self.books.drop(content)
+            self._garbage.add((content.tier, block_key(content.tenant, content.digest)))
+            self.wake.set()
+
+    def unname(self, of: Tenant, tenant: str, key: bytes) -> list[Statement]:
+        """A key means nothing from now on; what the catalog has to forget. Under the lock."""
+        ref = of.refs.get(key)
+        if ref is None:
+            return []
+        self.settle(self.books.unname(of, key))
+        return [(FORGET, (tenant, key, ref.content.digest))]
+
+    def live(self, of: Tenant, tenant: str, key: bytes) -> Ref | None:
+        """What the key means, if it has not expired. Under the lock."""
+        ref = of.refs.get(key)
+        if ref is not None and 0.0 < ref.expires <= time.time():
+            self.catalog.queue(self.unname(of, tenant, key))
+            return None
+        return ref
+
+    # -- what the stores tell
+
+    def evicting(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """See Watcher."""
+        if tier is Tier.WARM:
+            self.mover.demote(keys)
+
+    def removed(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """Blocks went from a disk. A late word: by now there may be others of the same name, with the same bytes."""
+        self._victims.tenants = tenants = []
+        with self.lock:
+            statements: list[Statement] = []
+            for key in keys:
+                of = self.books.tenants.get(key.salt)
+                content = of.contents.get(key.chunk) if of is not None else None
+                if content is None or content.tier is not tier or self.tiers.stores[tier].contains([key])[0]:
+                    continue
+                if content.pinned:  # it was corrupt, or lost
+                    self.tiers.unpin(content)
+                    content.pinned = False
+                self.hot.discard(content)
+                names = self.books.drop(content)
+                statements += [(FORGET, (key.salt, name, key.chunk)) for name in names]
+                tenants.append(key.salt)
+            self.catalog.queue(statements)
+
+    def evicted(self) -> None:
+        """See Watcher."""
+        tenants: list[str] = getattr(self._victims, "tenants", [])
+        with self.lock:
+            for tenant in tenants:
+                self.books.of(tenant).count("evictions")
+        tenants.clear()
+
+    def _changed_counters(self) -> list[Statement]:
+        with self.lock:
+            rows: list[Statement] = []
+            for name, tenant in self.books.tenants.items():
+                rows += [(_COUNT, (name, word, tenant.counters[word])) for word in tenant.changed]
+                tenant.changed.clear()
+            return rows
+
+    def sweep(self) -> None:
+        """Delete from the disks what nothing means; what somebody still reads waits for the next time."""
+        with self.lock:
+            for tier, key in list(self._garbage):
+                content = self.books.of(key.salt).contents.get(key.chunk)
+                if content is not None and content.tier is tier:
+                    self._garbage.discard((tier, key))
+            garbage = list(self._garbage)
+        for tier in self.tiers.stores:
+            keys = [key for its, key in garbage if its is tier]
+            for key, gone in zip(keys, self.tiers.delete(tier, keys) if keys else (), strict=True):
+                if gone:
+                    with self.lock:
+                        self._garbage.discard((tier, key))
+
+    def orphan(self, tier: Tier, key: BlockKey) -> None:
+        """A block that nothing means."""
+        with self.lock:
+            self._garbage.add((tier, key))
+            self.wake.set()

@@ -1,0 +1,117 @@
+"""Bodies of requests: into a buffer of the budget, whole or not at all, by length or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import h11
+
+from kvstrata.engine.buffers import Budget, Busy, TooBig
+from kvstrata.engine.connection import Connection, Cut
+from kvstrata.engine.http_head import Head
+from kvstrata.engine.http_reply import Problem
+
+__all__ = ["Bodies"]
+
+# The slowest client that is waited for: bytes a second, on top of the time that every body has.
+_SLOWEST = 1 << 20
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# h11 is given a head of our own, so that it is in the middle of a chunked body; ours has been read by then.
+_CHUNKED = b"PUT / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+class Bodies:
+    """Receives bodies within the memory of `budget`; each has `body_s` seconds and one more for each MiB."""
+
+    def __init__(self, budget: Budget, body_s: float) -> None:
+        self._budget = budget
+        self._body_s = body_s
+
+    def allow(self, connection: Connection, size: int) -> None:
+        """Start the time that a body of `size` bytes may take, in either direction."""
+        connection.until(self._body_s + size / _SLOWEST)
+
+    def announced(self, head: Head, limit: int) -> int:
+        """The length of the body that follows; `limit` where it is chunked. Raises Problem 411, 413."""
+        if head.chunked:
+            return limit
+        if head.length is None:
+            raise Problem(411, "LengthRequired", "send Content-Length, or the body in chunks")
+        if head.length > limit:
+            raise Problem(413, "TooLarge", f"a body of {head.length} bytes; {limit} at most")
+        return head.length
+
+    @contextmanager
+    def received(self, connection: Connection, head: Head, limit: int) -> Iterator[memoryview]:
+        """The whole body. The view is gone after the block.
+
+        Raises Problem (411, 413, 503 when no memory came free in time, 400 for bad chunks), Cut when the body is short.
+        """
+        size = self.announced(head, limit)
+        try:
+            with self._budget.take(size, self._body_s / 2) as view:
+                self.allow(connection, size)
+                self.invite(connection, head)
+                if head.chunked:
+                    size = _read_chunks(connection, view)
+                else:
+                    connection.read_into(view)
+                head.unread = False
+                connection.until(None)  # from here on it is our own work that takes time
+                part = view[:size]
+                try:
+                    yield part
+                finally:
+                    part.release()
+        except Busy as error:
+            raise Problem(503, "Busy", f"no memory for the body: {error}", headers=b"Retry-After: 1\r\n") from None
+        except TooBig:
+            raise Problem(413, "TooLarge", f"a body of {size} bytes; the server has {self._budget.total}") from None
+
+    def skipped(self, connection: Connection, head: Head, limit: int) -> None:
+        """Read the body and forget it. Raises as `received` does."""
+        if head.chunked:
+            with self.received(connection, head, limit):
+                return
+        size = self.announced(head, limit)
+        self.allow(connection, size)
+        self.invite(connection, head)
+        connection.skip(size)
+        head.unread = False
+
+    @staticmethod
+    def invite(connection: Connection, head: Head) -> None:
+        """Say "100 Continue" to whom waits for it."""
+        if head.expect:
+            head.expect = False
+            connection.send(_CONTINUE)
+
+
+def _read_chunks(connection: Connection, view: memoryview) -> int:
+    """Join the chunks in `view`. Returns the length; what follows the body stays in `buffered`."""
+    parser = h11.Connection(h11.SERVER)
+    parser.receive_data(_CHUNKED)
+    parser.next_event()
+    size = 0
+    while True:
+        try:
+            event = parser.next_event()
+        except h11.RemoteProtocolError as error:
+            raise Problem(400, "BadChunk", f"the chunked body is not well formed: {error}", close=True) from None
+        if event is h11.NEED_DATA:
+            if not connection.buffered:
+                connection.wait()
+            parser.receive_data(bytes(connection.buffered))
+            connection.buffered.clear()
+        elif isinstance(event, h11.Data):
+            if size + len(event.data) > len(view):
+                raise Problem(413, "TooLarge", f"a body of more than {len(view)} bytes", close=True)
+            view[size : size + len(event.data)] = event.data
+            size += len(event.data)
+        elif isinstance(event, h11.EndOfMessage):
+            rest, _ = parser.trailing_data
+            connection.buffered[:0] = rest
+            return size
+        else:
+            raise Cut

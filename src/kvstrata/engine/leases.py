@@ -1,0 +1,58 @@
+"""Promises: what EXISTS has answered "yes" for can still be read a while later.
+
+LMCache's RESP client waits for ever on the answer to a GET that says "not there", so a promise must hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from itertools import count
+
+from kvstrata.engine.books import Content
+from kvstrata.engine.core import Core
+
+__all__ = ["Leases"]
+
+
+class Leases:
+    """Called under the engine's lock. Leased contents are not evicted; beyond their share of the capacity nothing more
+    is promised.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._limit = int(core.settings.capacity * core.settings.lease_share)
+        self._bytes = 0
+        self._ends: list[tuple[float, int, Content]] = []
+        self._numbers = count()
+        self.refused = 0
+
+    def grant(self, content: Content, seconds: float) -> bool:
+        """Promise it for so long; False: do not count on it."""
+        until = time.monotonic() + seconds
+        if content.lease > 0.0:
+            content.lease = max(content.lease, until)
+            return content.pinned
+        if self._bytes + content.size > self._limit:
+            self.refused += 1
+            return False
+        content.lease = until
+        self._core.settle(content)
+        if not content.pinned:
+            content.lease = 0.0
+            return False
+        self._bytes += content.size
+        heapq.heappush(self._ends, (until, next(self._numbers), content))
+        return True
+
+    def end(self, now: float) -> None:
+        """Let go of those that are over at `now` (monotonic)."""
+        while self._ends and self._ends[0][0] <= now:
+            _, number, content = heapq.heappop(self._ends)
+            if content.lease > now:
+                heapq.heappush(self._ends, (content.lease, number, content))
+                continue
+            content.lease = 0.0
+            self._bytes -= content.size
+            self._core.settle(content)

@@ -1,0 +1,220 @@
+"""The description of the HTTP interface (OpenAPI 3.1), served at /openapi.json and held against the server by tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstrata.engine.http_control import MAX_LEASE_S
+from kvstrata.engine.http_head import MAX_KEY
+from kvstrata.engine.http_json import MAX_KEYS
+from kvstrata.engine.http_reply import API_VERSION
+
+__all__ = ["description"]
+
+Json = dict[str, Any]
+
+_PROBLEMS = {
+    400: "The request is not well formed, or makes no sense.",
+    401: "No token, or one that the server does not know.",
+    403: "The token may not do this, or not with this key.",
+    404: "No such thing.",
+    408: "It took too long to arrive.",
+    409: "Something else still needs it.",
+    411: "No Content-Length and no chunks.",
+    413: "Too large.",
+    415: "Not JSON.",
+    416: "The range is outside the block.",
+    417: "An expectation that is not 100-continue.",
+    431: "Too many or too large headers.",
+    503: "Not now; Retry-After says when.",
+    507: "No room, and none will be made.",
+}
+_ALWAYS = (400, 401, 403, 408, 413, 417, 431, 503)
+_BINARY: Json = {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_NUMBER: Json = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+_KEY: Json = {
+    "name": "key", "in": "path", "required": True,
+    "description": f"1 to {MAX_KEY} bytes, one path segment, percent-decoded once. A / in a key is written %2F.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY // 4},
+}  # fmt: skip
+_KEYS: Json = {
+    "type": "array", "maxItems": MAX_KEYS,
+    "items": {"type": "string", "minLength": 1, "maxLength": MAX_KEY // 4},
+    "description": "Keys as text, not percent-encoded; in UTF-8 each has 1 to 4096 bytes.",
+}  # fmt: skip
+_VERSION: Json = {
+    "name": "X-EG-Data-Version", "in": "header", "required": False, "schema": _NUMBER,
+    "description": "Tags the entry: it is gone once the tenant's data version is higher.",
+}  # fmt: skip
+_TIER: Json = {"type": "object", "additionalProperties": {"type": "object"}}
+_STATS = (
+    "unique_blocks", "total_refs", "resident_bytes", "logical_bytes", "dedup_savings_bytes", "dedup_hits", "get_hits",
+    "get_misses", "put_new", "evictions", "capacity_bytes", "stale_retired",
+)  # fmt: skip
+
+
+def description() -> Json:
+    """The whole document."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvstrata KV engine", "version": API_VERSION},
+        "security": [{"bearer": []}],
+        "components": {
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "schemas": {"Problem": _schema({"error": {"type": "string"}, "message": {"type": "string"}})},
+        },
+        "paths": {**_blocks(), **_figures(), **_forks(), **_pages()},
+    }
+
+
+def _blocks() -> Json:
+    tags = {"ETag": "The digest of the content.", "Accept-Ranges": "bytes"}
+    found = _answer("The block.", _BINARY, tags)
+    part = _answer("The range that was asked for.", _BINARY, {**tags, "Content-Range": "Which bytes of how many."})
+    ranged = _header("Range", "One range of bytes; anything else is answered with the whole block.")
+    conditional = _header("If-None-Match", "ETags that the client has.")
+    return {
+        "/kv/{key}": {
+            "parameters": [_KEY],
+            "get": _operation(
+                "Get a block", {200: found, 206: part, 304: _answer("The client has it.", {}, tags)}, (404, 416),
+                parameters=[ranged, _header("If-Range", "An ETag: else the whole block."), conditional],
+            ),
+            "head": _operation("Its length", {200: _answer("It is there.", _BINARY, tags)}, (404,)),
+            "put": _operation(
+                "Store a block; the first value of a key stays",
+                {200: _answer("The key was there; the body was not stored."), 201: _answer("Stored.")}, (411, 507),
+                parameters=[_VERSION], body=_BINARY,
+            ),
+            "delete": _operation("Forget a key", {204: _answer("Gone.")}, (404,)),
+        },
+        "/kv/{key}/exists": {
+            "parameters": [_KEY],
+            "get": _operation("Whether it is there", {200: _json(exists={"type": "boolean"}, hash={"type": "string"})}),
+        },
+        "/kv/batch/exists": {
+            "post": _operation(
+                "Which of many keys are there, in their order",
+                {200: _json(exists={"type": "array", "items": {"type": "boolean"}})}, (411, 415),
+                body=_json_body(
+                    ["keys"], keys=_KEYS,
+                    lease_s={"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": MAX_LEASE_S,
+                             "description": "Those that are there are kept for so many seconds."},
+                ),
+            )
+        },
+    }  # fmt: skip
+
+
+def _figures() -> Json:
+    version = _json(tracking={"type": "boolean"}, version=_COUNT)
+    figures: Json = dict.fromkeys(_STATS, _COUNT)
+    figures |= {"hit_rate": {"type": "number", "minimum": 0, "maximum": 1}, "tiers": _TIER}
+    stats = _answer("Done.", {"application/json": {"schema": _schema(figures)}})
+    return {
+        "/kv/stats": {"get": _operation("What is kept, and how it was used", {200: stats})},
+        "/kv/version": {"get": _operation("The tenant's data version", {200: version})},
+        "/kv/version/{number}": {
+            "parameters": [_id()],
+            "put": _operation("Raise it; older tagged entries are gone", {200: version}),
+        },
+        "/kv/fork/stats": {
+            "get": _operation(
+                "Snapshots and branches", {200: _json(snapshots=_COUNT, branches=_COUNT, resident_fork_bytes=_COUNT)}
+            )
+        },
+    }
+
+
+def _forks() -> Json:
+    return {
+        "/kv/snapshot": {
+            "post": _operation(
+                "Hold on to the keys that are there now", {200: _json(snapshot=_NUMBER, pages=_COUNT)},
+                (411, 415, 507), body=_json_body(["keys"], keys=_KEYS),
+            )
+        },
+        "/kv/snapshot/{number}": {
+            "parameters": [_id()],
+            "delete": _operation("Let go of them", {204: _answer("Gone.")}, (404, 409)),
+        },
+        "/kv/snapshot/{number}/fork": {
+            "parameters": [_id()],
+            "post": _operation("A branch over it", {200: _json(branch=_NUMBER)}, (404, 507)),
+        },
+        "/kv/branch/{number}": {
+            "parameters": [_id()],
+            "delete": _operation("Forget a branch", {204: _answer("Gone.")}, (404,)),
+        },
+        "/kv/branch/{number}/{key}": {
+            "parameters": [_id(), _KEY],
+            "get": _operation(
+                "A block as the branch sees it", {200: _answer("The block.", _BINARY)}, (404, 416)
+            ),
+            "put": _operation(
+                "Write in the branch alone", {200: _answer("Written.")}, (404, 411, 507), body=_BINARY
+            ),
+        },
+    }  # fmt: skip
+
+
+def _pages() -> Json:
+    status = _json(status={"type": "string"})
+    text: Json = {"text/plain": {"schema": {"type": "string"}}}
+    return {
+        "/healthz": {"get": _operation("The process answers", {200: status}, open_to_all=True)},
+        "/readyz": {"get": _operation("It serves", {200: status}, open_to_all=True)},
+        "/metrics": {"get": _operation("For Prometheus", {200: _answer("Its text format.", text)})},
+        "/openapi.json": {"get": _operation("This", {200: _json()})},
+    }
+
+
+# -- the grammar
+
+
+def _operation(
+    summary: str, answers: dict[int, Json], problems: tuple[int, ...] = (), *, parameters: list[Json] | None = None,
+    body: Json | None = None, open_to_all: bool = False,
+) -> Json:  # fmt: skip
+    responses = {str(status): answer for status, answer in answers.items()}
+    for status in sorted({*_ALWAYS, *problems}):
+        schema = {"$ref": "#/components/schemas/Problem"}
+        responses[str(status)] = _answer(_PROBLEMS[status], {"application/json": {"schema": schema}})
+    made: Json = {"summary": summary, "responses": responses}
+    if parameters:
+        made["parameters"] = parameters
+    if body:
+        made["requestBody"] = {"required": True, "content": body}
+    if open_to_all:
+        made["security"] = []
+    return made
+
+
+def _answer(text: str, content: Json | None = None, headers: dict[str, str] | None = None) -> Json:
+    made: Json = {"description": text}
+    if content:
+        made["content"] = content
+    shown = {"KV-API-Version": "Of this interface.", **(headers or {})}
+    made["headers"] = {name: {"description": why, "schema": {"type": "string"}} for name, why in shown.items()}
+    return made
+
+
+def _schema(fields: Json, required: list[str] | None = None) -> Json:
+    return {"type": "object", "properties": fields, "required": list(fields) if required is None else required}
+
+
+def _json(**fields: Json) -> Json:
+    return _answer("Done.", {"application/json": {"schema": _schema(fields)}})
+
+
+def _json_body(required: list[str], **fields: Json) -> Json:
+    return {"application/json": {"schema": _schema(fields, required)}}
+
+
+def _header(name: str, text: str) -> Json:
+    return {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string"}}
+
+
+def _id() -> Json:
+    return {"name": "number", "in": "path", "required": True, "schema": _NUMBER}

@@ -1,0 +1,230 @@
+"""One RESP connection: who it is, what it still has to be told, and what all connections share."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from kvstrata.engine import resp_lmcache
+from kvstrata.engine.auth import Grant, Tokens
+from kvstrata.engine.buffers import Budget, Busy, TooBig
+from kvstrata.engine.connection import Connection
+from kvstrata.engine.content import Engine
+from kvstrata.engine.errors import Corrupt
+from kvstrata.engine.resp_lmcache import Unfit
+from kvstrata.engine.resp_parse import Command, Limits, Wire
+from kvstrata.engine.resp_reply import Error, Reply, bulk_head, encode
+from kvstrata.engine.settings import EngineSettings
+
+__all__ = ["Cursors", "Session", "Shared"]
+
+#: Replies are collected up to here; a peer that sends on without reading stops us at the socket, not in memory.
+_OUT = 64 << 10
+_CURSORS = 4096
+
+
+class Cursors:
+    """SCAN's cursors are keys for the engine and must be numbers on the wire. Forgets the oldest ones."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = itertools.count(1)
+        self._known: OrderedDict[int, tuple[str, bytes]] = OrderedDict()
+
+    def number(self, tenant: str, after: bytes) -> int:
+        """0 for the end."""
+        if not after:
+            return 0
+        with self._lock:
+            number = next(self._next)
+            self._known[number] = (tenant, after)
+            if len(self._known) > _CURSORS:
+                self._known.popitem(last=False)
+        return number
+
+    def after(self, tenant: str, number: int) -> bytes:
+        """Raises Error for one that is not known (any more)."""
+        if number == 0:
+            return b""
+        with self._lock:
+            owner, after = self._known.get(number, ("", b""))
+        if not after or owner != tenant:
+            raise Error("ERR invalid cursor: begin again with 0")
+        return after
+
+
+@dataclass
+class Shared:
+    """What the connections have in common."""
+
+    engine: Engine
+    tokens: Tokens
+    budget: Budget
+    settings: EngineSettings
+    cursors: Cursors = field(default_factory=Cursors)
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    started: float = field(default_factory=time.monotonic)
+
+
+class Session:
+    """State of a connection between two calls of `serve`."""
+
+    def __init__(self, shared: Shared, conn: Connection) -> None:
+        self.shared, self.conn = shared, conn
+        self.id = next(shared.ids)
+        self.name, self.protocol, self.closing, self.literal = b"", 2, False, False
+        self.wire = Wire(self)
+        self._token = b""
+        self._generation = shared.tokens.refresh()
+        self._grant = shared.tokens.check(b"")
+        self._out = bytearray()
+        self._held = ExitStack()
+        self._refusal: Error | None = None
+
+    # -- who it is
+
+    def sign_in(self, token: bytes, user: bytes = b"") -> None:
+        """From now on with the rights of this token. Raises Error and keeps the old ones.
+
+        Any user name will do; `resp_lmcache.USER` asks for the replies that LMCache's client can take.
+        """
+        grant = self.shared.tokens.check(token)
+        if grant is None:
+            raise Error("WRONGPASS invalid token; any user name will do, the password is a token of the tokens file")
+        self._token, self._grant, self.literal = token, grant, user == resp_lmcache.USER
+
+    @property
+    def grant(self) -> Grant | None:
+        """None: nobody we know, or no longer: a token that was taken out of the file ends on open connections too."""
+        generation = self.shared.tokens.refresh()
+        if generation != self._generation:
+            self._generation = generation
+            self._grant = self.shared.tokens.check(self._token)
+        return self._grant
+
+    def reader(self, *keys: bytes) -> Grant:
+        """The grant, if it may read those keys. Raises Error."""
+        grant = self.grant
+        if grant is None:
+            raise Error("NOAUTH Authentication required.")
+        if not all(key.startswith(grant.prefix) for key in keys):
+            raise Error(f"NOPERM this token's keys begin with {grant.prefix!r}")
+        return grant
+
+    def writer(self, *keys: bytes) -> Grant:
+        """The grant, if it may change those keys. Raises Error."""
+        grant = self.reader(*keys)
+        if not grant.write:
+            raise Error("NOPERM this token may only read")
+        return grant
+
+    # -- bytes in (resp_parse.Source)
+
+    @property
+    def buffered(self) -> bytearray:
+        return self.conn.buffered
+
+    def more(self, wait: bool) -> bool:
+        self.flush()
+        if not wait:
+            return self.conn.fill() > 0
+        # `fill` waits for a moment at most; this waits for one byte more, until the deadline.
+        grown = bytearray(len(self.conn.buffered) + 1)
+        self.conn.read_into(memoryview(grown))
+        self.conn.buffered += grown
+        return True
+
+    def read_into(self, view: memoryview) -> None:
+        self.flush()
+        self.conn.read_into(view)
+
+    def skip(self, size: int) -> None:
+        self.flush()
+        self.conn.skip(size)
+
+    def command(self) -> Command | None:
+        """The next command; what it holds is held until `release`. Raises as Wire.command."""
+        if self.conn.buffered and not self.wire.inside:
+            self.conn.until(self.shared.settings.header_s)
+        limits = Limits(bulk=self.shared.settings.resp_max_value) if self.grant else Limits.of_a_stranger()
+        return self.wire.command(limits, self._room)
+
+    def _room(self, before: Sequence[bytes], size: int) -> memoryview | None:
+        """A buffer for SET's value, if this SET may be."""
+        self.conn.until(self.shared.settings.body_s)
+        if len(before) != 2 or before[0].upper() != b"SET":
+            self._refusal = Error(f"ERR an argument of {size} bytes; only the value of SET may be that large")
+            return None
+        try:
+            self.writer(before[1])
+            view = self._held.enter_context(self.shared.budget.take(size, self.shared.settings.body_s))
+            self.conn.until(self.shared.settings.body_s)
+            return view
+        except Error as error:
+            self._refusal = error
+        except Busy:
+            self._refusal = Error("OOM the memory for values in flight is spent (KV_ENGINE_MEMORY_BYTES); try again")
+        except TooBig:
+            self._refusal = Error(f"OOM a value of {size} bytes is more than KV_ENGINE_MEMORY_BYTES")
+        return None
+
+    def refusal(self) -> Error:
+        """Why an argument of the command was skipped."""
+        return self._refusal or Error("ERR the arguments of this command are too large together")
+
+    def release(self) -> None:
+        """Give back what the command held."""
+        self._refusal = None
+        self._held.close()
+
+    # -- bytes out
+
+    def say(self, reply: Reply) -> None:
+        """Tell the peer, soon."""
+        self._out += encode(reply, self.protocol)
+        if len(self._out) >= _OUT:
+            self.flush()
+
+    def say_bytes(self, reply: bytes) -> None:
+        """The same for a reply that is encoded already."""
+        self._out += reply
+
+    def say_array(self, count: int) -> None:
+        """So many replies that follow are one."""
+        self._out += b"*%d\r\n" % count
+
+    def say_block(self, key: bytes) -> None:
+        """The value of a key, or nil. Raises Corrupt where the peer already has a part of it, Unfit where a nil would
+        be misread."""
+        grant = self.reader(key)
+        block = self.shared.engine.open_block(grant.tenant, key)
+        if block is None:
+            if self.literal:
+                raise Unfit("a key that is not there")
+            self.say(None)
+            return
+        with block:
+            head = bytes(self._out) + bulk_head(block.size)
+            self.conn.until(self.shared.settings.body_s)
+            try:
+                block.send_to(self.conn.sock, 0, block.size, head=head, tail=b"\r\n")
+            except Corrupt as error:
+                if error.sent:
+                    raise
+                if self.literal:
+                    self.say_bytes(resp_lmcache.failed_get(block.size))
+                else:
+                    self.say(None)
+                return
+        self._out.clear()
+
+    def flush(self) -> None:
+        """Send what is waiting."""
+        if self._out:
+            self.conn.sock.sendall(self._out)
+            self._out.clear()

@@ -1,0 +1,255 @@
+"""Puts and reads in the caller's own thread, for servers whose threads may wait for the disk: no hand-over to a pool,
+and the block stays pinned from the put to whatever the caller does next.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from kvstrata.store.blockfile import UNLIMITED, BlockIO, Written
+from kvstrata.store.blockread import OpenBlock
+from kvstrata.store.capacity import ADMITTED, Capacity
+from kvstrata.store.codecs import CodecError
+from kvstrata.store.deadline import Outcome, Result
+from kvstrata.store.format import BadBlock
+from kvstrata.store.index import Claim, Index
+from kvstrata.store.keeper import Keeper
+from kvstrata.store.keys import BlockKey
+from kvstrata.store.loads import error_word
+from kvstrata.store.removal import Remover
+from kvstrata.store.root import Root
+from kvstrata.store.scan import size_on_disk
+from kvstrata.store.scratch import Scratch
+from kvstrata.store.surroundings import Surroundings
+
+__all__ = ["Direct", "PinnedBlock"]
+
+_TRIES = 3
+_PAUSE_S = 0.001
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+log = logging.getLogger(__name__)
+
+
+class PinnedBlock:
+    """An open block that is neither evicted nor deleted until `close`. For one thread at a time."""
+
+    __slots__ = ("_block", "_direct", "_entry", "_open", "birth")
+
+    def __init__(self, direct: Direct, entry: bytes, birth: int, block: OpenBlock) -> None:
+        self._direct = direct
+        self._entry = entry
+        self._block = block
+        self._open = True
+        self.birth = birth
+
+    @property
+    def size(self) -> int:
+        """Bytes of the value."""
+        return self._block.header.raw_len
+
+    @property
+    def step(self) -> int:
+        """Bytes of a piece; all but the last have that many."""
+        return self._block.header.sub_bytes
+
+    def pieces(self, first: int, room: Scratch) -> Iterator[memoryview]:
+        """The pieces from number `first` on, each checked before it is given out and good until the next one; `room`:
+        this thread's memory for them. Raises BadBlock, after which the block is gone from the store; OSError.
+        """
+        try:
+            for sub in range(first, self._block.header.sub_count):
+                yield self._block.checked(sub, room)
+        except (BadBlock, OSError, CodecError) as error:
+            self._direct.judge(self._entry, self.birth, error)
+            raise
+
+    def close(self) -> None:
+        """Let go; idempotent."""
+        if self._open:
+            self._open = False
+            self._block.close()
+            self._direct.release(self._entry)
+
+    def __enter__(self) -> PinnedBlock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Direct:
+    """See the module. Thread-safe; made by the store of its own parts."""
+
+    def __init__(
+        self,
+        root: Root,
+        io: BlockIO,
+        index: Index,
+        capacity: Capacity,
+        surroundings: Surroundings,
+        keeper: Keeper,
+        remover: Remover,
+    ) -> None:
+        self._root = root
+        self._io = io
+        self._index = index
+        self._capacity = capacity
+        self._surroundings = surroundings
+        self._keeper = keeper
+        self._remover = remover
+
+    # -- reading
+
+    def open(self, key: BlockKey) -> PinnedBlock | None:
+        """The block, pinned and its header checked; None if it is not there, or not fit to be read."""
+        entry = self._index.names.known(key)
+        if not self._index.hold([entry])[0]:
+            return None
+        birth = self._index.birth(entry)
+        try:
+            block = self._io.open(key)
+        except (BadBlock, OSError) as error:
+            try:
+                self.judge(entry, birth, error)
+            finally:
+                self._index.release([entry])
+            return None
+        except BaseException:
+            self._index.release([entry])
+            raise
+        self._keeper.touch(entry)
+        return PinnedBlock(self, entry, birth, block)
+
+    def open_leaving(self, key: BlockKey) -> PinnedBlock | None:
+        """The same of a block that is on its way out, by who keeps its file from being removed."""
+        try:
+            # No block's entry: nobody holds this one, and what is found wrong with it is of no interest any more.
+            return PinnedBlock(self, b"", 0, self._io.open(key))
+        except (BadBlock, OSError):
+            return None
+
+    def release(self, entry: bytes) -> None:
+        """One holder less."""
+        self._index.release([entry])
+
+    def judge(self, entry: bytes, birth: int, error: Exception) -> None:
+        """What an error says about the block: lost, corrupt (removed, whoever holds it), or nothing."""
+        if isinstance(error, FileNotFoundError):
+            self._remover.forget(self._index.take_bad(entry, birth))
+            self._keeper.audit(blocks=False)
+        elif isinstance(error, BadBlock):
+            log.warning("block store: %s is corrupt: %s", self._index.names.path(entry), error)
+            self._remover.remove(self._index.take_bad(entry, birth), even_pinned=True)
+        else:
+            log.warning("block store: cannot read %s: %s", self._index.names.path(entry), error)
+
+    # -- writing
+
+    def put(self, key: BlockKey, source: memoryview, deadline_s: float) -> Result:
+        """Store `source`: STORED or PRESENT, and the block has one more holder; else ERROR. Waits for room, and for
+        another thread that writes or removes the same block.
+        """
+        entry, end = self._index.names.entry(key), time.monotonic() + deadline_s
+        while not self._index.hold([entry])[0]:
+            if self._index.claim([entry])[0] is Claim.MINE:
+                result = self._write(key, entry, source, end)
+                # The youngest block is the last to be evicted, so not before it is held: but if so, once more.
+                if result.outcome is not Outcome.STORED or self._index.hold([entry])[0]:
+                    return result
+            elif time.monotonic() > end:
+                return Result(Outcome.ERROR, "leaving")
+            else:
+                time.sleep(_PAUSE_S)
+        return Result(Outcome.PRESENT)
+
+    def sync(self, key: BlockKey) -> None:
+        """A block that is held is on the device afterwards, under its name. OSError."""
+        path = Path(self._root.path, key.path)
+        # The file, and every folder up to the root: any of them may be new.
+        for place in (path, *path.parents):
+            if place == self._root.path.parent:
+                break
+            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _write(self, key: BlockKey, entry: bytes, source: memoryview, end: float) -> Result:
+        """Of a claimed entry; the claim has ended afterwards."""
+        done: Written | None = None
+        nbytes, used_ns = None, 0
+        try:
+            answer = self._room(key, entry, len(source), end)
+            if answer != ADMITTED:
+                return Result(Outcome.ERROR, answer)
+            try:
+                done = self._try(key, source)
+            finally:
+                self._surroundings.around(entry)
+            nbytes, used_ns = done.allocated, done.mtime_ns
+            if done.existed:
+                # Somebody put the file there by hand. It is checked when it is read, like any other.
+                nbytes = None
+                with suppress(OSError):
+                    status = os.lstat(Path(self._root.path, key.path))
+                    nbytes, used_ns = size_on_disk(status), status.st_mtime_ns
+        except OSError as error:
+            if error.errno in _FULL:
+                self._capacity.short(len(source))
+            log.warning("block store: cannot store a block: %s", error)
+            return Result(Outcome.ERROR, error_word(error))
+        finally:
+            self._index.written(entry, nbytes, used_ns)
+        self._keeper.new(entry)
+        return Result(Outcome.STORED, nbytes=nbytes or 0)
+
+    def _room(self, key: BlockKey, entry: bytes, nbytes: int, end: float) -> str:
+        """ADMITTED, or why not."""
+        waiting = _Answer()
+        room = self._capacity.room_for(nbytes, len(key.namespace) + len(key.salt))
+        answer = self._capacity.admit(entry, room, waiting.give)
+        return waiting.take(end) if answer is None else answer
+
+    def _try(self, key: BlockKey, source: memoryview) -> Written:
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._io.write(key, source, 1, UNLIMITED)
+            except OSError as error:
+                # EPERM: ext4's word for a directory that was removed after it was found (the evictor tidies).
+                if not left or error.errno not in (errno.ENOENT, errno.EPERM):
+                    raise
+                if self._root.heal():
+                    self._keeper.audit(blocks=True)
+        raise AssertionError("unreachable")
+
+
+class _Answer:
+    """What the evictor says about room, waited for. It answers whoever waits within its patience, so the time limit is
+    for a disk that hangs it; the claim must not end while its answer may still come, so that is waited for as well.
+    """
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._answer = ""
+
+    def give(self, answer: str) -> None:
+        self._answer = answer
+        self._ready.set()
+
+    def take(self, end: float) -> str:
+        self._ready.wait()
+        if self._answer == ADMITTED and time.monotonic() > end:
+            return "deadline"
+        return self._answer

@@ -1,0 +1,42 @@
+"""What the tests of the engine's core share."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstrata.engine.content import Engine
+from kvstrata.engine.settings import EngineSettings
+
+MIB = 1 << 20
+ANY_FS = ("tmpfs", "overlay", "fuse")
+
+
+def settings(root: Path, capacity: int = 64 * MIB, **more: object) -> EngineSettings:
+    """An engine for tests: no floor, wherever the temporary folder lies."""
+    chosen: dict[str, object] = {"allow_fs": ANY_FS, "free_floor": 0, **more}
+    return EngineSettings(root, capacity, **chosen)  # type: ignore[arg-type]
+
+
+def data(number: int, size: int = 64 << 10) -> bytes:
+    """The bytes of the number-th value."""
+    return random.Random(number).randbytes(64) * (size // 64) + bytes(size % 64)
+
+
+def get(engine: Engine, key: bytes, tenant: str = "a") -> bytes | None:
+    """The value, whole."""
+    block = engine.open_block(tenant, key)
+    if block is None:
+        return None
+    with block:
+        return b"".join(bytes(piece) for piece in block.pieces())
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for what happens by itself."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
