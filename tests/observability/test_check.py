@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from kvstrata.observe import check, promql, sources
+from kvstrata.deploy.errors import KvError
+from kvstrata.observe import check, promql, report, sources
 from kvstrata.observe.catalog import Needs, find
+from kvstrata.observe.prometheus import Prometheus
 from tests.observability.conftest import Running
 
 pytestmark = pytest.mark.slow
@@ -52,3 +55,17 @@ def test_a_part_that_is_silent_is_a_gap_only_where_the_stack_has_it(running: Run
     if not there:
         metrics = [find(name) for name in found.excused if name != "traces"]
         assert {metric.needs for metric in metrics if metric} == {Needs.ENGINE}
+
+
+def test_the_report_has_every_plot_and_loads_nothing(running: Running) -> None:
+    page = report.make(running.prometheus, 0.1, "a <title>")
+    assert "nothing was measured" not in page
+    assert page.count("<svg") == 8
+    assert "a &lt;title&gt;" in page
+    assert not re.findall(r"(?:src|href)\s*=|@import|url\(|<script", page)
+
+
+def test_an_address_without_a_prometheus_is_refused_with_what_to_do() -> None:
+    with pytest.raises(KvError) as refused:
+        report.make(Prometheus("http://127.0.0.1:9"), 1, "x")
+    assert "make status" in refused.value.fix

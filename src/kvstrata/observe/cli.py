@@ -44,9 +44,7 @@ def make_app(settings: Callable[[], Settings], root: Callable[[], Path]) -> type
             root(),
             contract.parts_of(current.layers, current.device or "cpu"),
             minutes * 60,
-            partial(
-                traces.search, trace_store or f"http://127.0.0.1:{current.watch_ports['KV_TRACES_PORT']}", minutes * 60
-            ),
+            partial(traces.search, spans, minutes * 60),
         )
         if json_file is not None:
             json_file.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
