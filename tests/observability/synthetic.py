@@ -22,7 +22,8 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "kind": ("shm", "pickle"),
     "role": ("scheduler", "worker"),
     "engine": ("0",),
-    "phase": ("cold", "warm"),
+    "phase": ("cold", "warm_l0"),
+    "source": ("local_compute", "local_cache_hit", "external_kv_transfer"),
 }
 _BUCKETS = (0.001, 0.01, 0.1, 1.0, 10.0, 1e9)
 _TYPE = {Kind.COUNTER: 0, Kind.GAUGE: 1, Kind.HISTOGRAM: 4, Kind.NATIVE: 4}
