@@ -1,6 +1,7 @@
 # Every verb is one line: it makes .venv if need be and calls `kvstrata <verb>`. Options: make verify ARGS="--live".
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs plan verify bench bench-store store size rollback build pull test test-fast test-observability soak lint
+.PHONY: help up down status logs plan verify bench bench-store bench-engine engine store size report observe rollback build pull test \
+	test-fast test-observability soak lint
 ARGS ?=
 KV := scripts/bootstrap kvstrata
 
@@ -31,11 +32,23 @@ bench: ## TTFT cold / L0 / L1 / L2 and plain vLLM at several prompt lengths
 bench-store: ## The block store against raw reads and LMCache's adapters (ARGS=--quick: seconds)
 	@$(KV) bench store $(ARGS)
 
+bench-engine: ## The KV engine beside Redis and epistemic-graph-server (ARGS=--quick: seconds)
+	@scripts/bootstrap --dev kvstrata bench engine $(ARGS)
+
+engine: ## The KV engine by itself: serve it, or check one (ARGS="check http://127.0.0.1:9130")
+	@$(KV) engine $(ARGS)
+
 store: ## Blocks on disk: list, check, make room, pin (ARGS=ls, namespaces, report, verify, ...)
 	@$(KV) store $(ARGS)
 
 size: ## Disk space of a model's KV cache (ARGS="--model DIR --tokens N", --common)
 	@$(KV) size $(ARGS)
+
+report: ## One HTML page with plots of the last hours (ARGS="--hours 24"); needs KV_OBSERVABILITY=1
+	@$(KV) report $(ARGS)
+
+observe: ## Every name and panel against the running Prometheus (ARGS=check, scenario, metrics)
+	@$(KV) observe $(ARGS)
 
 rollback: ## Back to the plain vLLM; the cache on disk stays for the next `make up`
 	@$(KV) rollback $(ARGS)

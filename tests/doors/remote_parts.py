@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
+import os
 import select
 import shutil
 import socket
@@ -81,6 +82,21 @@ def epistemic(folder: Path, backend: str) -> Process:
         "EPISTEMIC_GRAPH_KVCACHE_TOKEN": TOKEN, "EPISTEMIC_GRAPH_KVCACHE_BACKEND": backend, "NO_COLOR": "1",
     }  # fmt: skip
     return Process([binary], env, port, folder / "log")
+
+
+def ours(folder: Path, source: str) -> Process:
+    """`python -m kvstrata.engine` of the tree at `source`, with one token."""
+    port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = folder / "tokens"
+    tokens.write_text(f"test rw default {TOKEN}\n")
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("KV_")},
+        "PYTHONPATH": source, "KV_ENGINE_ROOT": str(folder / "data"), "KV_ENGINE_HTTP": f"127.0.0.1:{port}",
+        "KV_ENGINE_CAPACITY_BYTES": str(256 << 20), "KV_ENGINE_FREE_FLOOR_BYTES": "1",
+        "KV_ENGINE_TOKENS_FILE": str(tokens), "KV_CACHE_ALLOW_FS": "tmpfs overlay fuse",
+    }  # fmt: skip
+    return Process([sys.executable, "-m", "kvstrata.engine"], env, port, folder / "log")
 
 
 class Wire:

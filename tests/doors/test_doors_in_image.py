@@ -33,11 +33,11 @@ def disk(tmp_path: Path) -> Path:
 
 
 def run(image: str, disk: Path, *args: str, env: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    docker = (*SERVER, "-v", f"{disk}:/cache")
+    docker = (*SERVER, "-v", f"{disk}:/cache", "-v", f"{in_image.ROOT / 'src'}:/src:ro")
     return in_image.run(image, HERE, "--basetemp", "/cache/t", *args, docker=docker, env=env)
 
 
-@pytest.mark.parametrize("name", ["inside_conformance.py", "inside_manager.py"])
+@pytest.mark.parametrize("name", ["inside_conformance.py", "inside_manager.py", "inside_remote.py", "inside_v1.py"])
 def test_the_adapter_in_the_image(image: str, disk: Path, name: str) -> None:
     done = run(image, disk, f"/tests/{name}")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -9,20 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.doors.remote_parts import TOKEN, Driver, Process, Wire, block, driver, epistemic, free_port, name
+from tests.doors.remote_parts import TOKEN, Driver, Process, Wire, block, driver, epistemic, free_port, name, ours
 
 from kvstrata.doors import remote_frame
 from kvstrata.doors.l2_remote import KvstrataRemote
 from kvstrata.doors.remote_wire import key_path
 
 DEADLINE_S = 1.0
+SOURCE = Path(__file__).parents[2] / "src"
 KEYS = [name(number) for number in range(6)]
 
 
-@pytest.fixture(scope="module", params=["epistemic memory", "epistemic durable"])
+@pytest.fixture(scope="module", params=["ours", "epistemic memory", "epistemic durable"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("kv")
-    made = epistemic(folder, request.param.split()[1])
+    kind, _, backend = request.param.partition(" ")
+    made = ours(folder, str(SOURCE)) if kind == "ours" else epistemic(folder, backend)
     yield made
     made.kill()
 
@@ -151,8 +153,9 @@ def test_a_lookup_does_not_wait_for_loads_that_hang(wire: Wire, asked: Driver, k
     assert time.monotonic() - began < DEADLINE_S + 5
 
 
-def test_an_engine_that_is_not_there_is_a_miss_at_once_and_is_found_when_it_comes(tmp_path: Path) -> None:
-    made = epistemic(tmp_path, "durable")
+@pytest.mark.parametrize("kind", ["ours", "epistemic"])
+def test_an_engine_that_is_not_there_is_a_miss_at_once_and_is_found_when_it_comes(tmp_path: Path, kind: str) -> None:
+    made = ours(tmp_path, str(SOURCE)) if kind == "ours" else epistemic(tmp_path, "durable")
     with driver(made.port) as asked:
         assert asked.put(KEYS, [block(key) for key in KEYS])
         made.kill()
@@ -185,6 +188,18 @@ def test_a_changed_token_is_read_again_without_a_restart(server: Process, tmp_pa
         file.write_text(TOKEN + "\n")
         asked.until(lambda: asked.put(keys, [block(key) for key in keys]), "the new token is used")
         assert asked.get(keys)[0] == [True] * 6
+
+
+def test_a_refused_block_is_deleted_where_that_can_be_and_written_again(
+    server: Process, asked: Driver, keys: list[str]
+) -> None:
+    server.call("PUT", f"/kv/{key_path(keys[0])}", b"not a block of ours")
+    assert asked.get(keys[:1])[0] == [False]
+    gone = server.call("HEAD", f"/kv/{key_path(keys[0])}")[0] == 404
+    asked.put(keys[:1], [block("x")])
+    found, buffers = asked.get(keys[:1])
+    assert found == [gone], "epistemic-graph keeps the first value for ever"
+    assert not gone or buffers[0] == block("x")
 
 
 def test_many_tasks_at_once_are_each_answered_rightly(server: Process, keys: list[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvstrata.engine.content import Engine
@@ -40,3 +42,18 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
+
+
+def block_files(folder: Path) -> list[Path]:
+    """The blocks below a folder, whose directories may go while we look."""
+    return [Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".0.0")]
+
+
+def disk_bytes(folder: Path) -> int:
+    """What `du` says, while files may go."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(place, name).lstat().st_blocks * 512
+    return total

@@ -7,13 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Corrupt, Full, Refused, TooLarge
-from tests.engine.engines import MIB, data, get, settings, until
+from tests.engine.engines import MIB, block_files, data, disk_bytes, get, settings, until
 
 Opener = Callable[..., Engine]
 
@@ -36,7 +37,7 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
 
 def blocks(root: Path) -> list[Path]:
     """The block files of the engine's warm disk."""
-    return [path for path in (root / "engine/blocks").rglob("*.0.0") if path.is_file()]
+    return block_files(root / "engine/blocks")
 
 
 def put(engine: Engine, key: bytes, value: bytes, tenant: str = "a", **more: object) -> bool:
@@ -112,12 +113,8 @@ def test_values_of_any_size_come_back_whole_and_in_parts(opened: Opener, size: i
         with block:
             assert block.size == size
             assert b"".join(bytes(piece) for piece in block.pieces(start, stop)) == value[start:stop]
-            assert (
-                received(lambda sock: block.send_to(sock, start, stop, b"head", b"tail"))
-                == (
-                    b"head" + value[start:stop] + b"tail"
-                )
-            )
+            send = partial(block.send_to, start=start, stop=stop, head=b"head", tail=b"tail")
+            assert received(send) == b"head" + value[start:stop] + b"tail"
 
 
 def received(send: Callable[[socket.socket], None]) -> bytes:
@@ -189,8 +186,7 @@ def test_evicted_values_are_misses_and_the_statistics_know(opened: Opener, tmp_p
     assert 59 in there
     assert len(there) == stats["total_refs"] == stats["unique_blocks"] == 60 - int(str(stats["evictions"]))
     assert stats["logical_bytes"] == len(there) * MIB
-    disk = sum(path.stat().st_blocks * 512 for path in (tmp_path / "engine/blocks").rglob("*"))
-    assert disk <= 16 * MIB
+    assert disk_bytes(tmp_path / "engine/blocks") <= 16 * MIB
 
 
 def test_what_is_asked_stays_longer(opened: Opener) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.process import EngineProcess, until
-from tests.engine.wire import Wire
+from tests.engine.wire import Answer, Wire
+from tests.store.filesystems import folder_on
 
 MIB = 1 << 20
 Start = Callable[..., EngineProcess]
@@ -55,7 +56,7 @@ def test_memory_stays_within_its_limit_under_200_clients(engine_process: Start) 
 def test_bodies_that_find_no_memory_in_time_get_503_and_then_it_goes_on(engine_process: Start) -> None:
     engine = engine_process(MEMORY_BYTES=64 * MIB, BODY_S=4)
     slow = Wire(engine.http)
-    slow.send(slow.head("PUT", "/kv/slow", Content_Length=64 * MIB) + b"x")  # holds all of it
+    slow.send(slow.head("PUT", "/kv/slow", Transfer_Encoding="chunked"))  # of unknown length: all of it is kept for it
     time.sleep(0.3)
     with Wire(engine.http) as wire:
         answer = wire.ask("PUT", "/kv/other", b"x" * MIB)
@@ -142,8 +143,8 @@ def test_sigterm_does_not_wait_for_ever(engine_process: Start) -> None:
 
 
 def _blocks(engine: EngineProcess) -> list[Path]:
-    return [path for path in engine.root.rglob("*") if path.is_file() and path.stat().st_size > 4096 * 2 and "." in path.name
-            and "sqlite" not in path.name]  # fmt: skip
+    files = (path for path in (engine.root / "blocks").rglob("*.*.*") if path.is_file())
+    return [path for path in files if path.stat().st_size > 8192]
 
 
 def _flip(path: Path, at: int) -> None:
@@ -256,3 +257,32 @@ def test_counts_survive_a_restart(engine_process: Start) -> None:
         after = wire.ask("GET", "/kv/stats").json
     assert json.dumps(after, sort_keys=True) == json.dumps(before, sort_keys=True)
     assert (after["unique_blocks"], after["total_refs"], after["get_hits"], after["get_misses"]) == (3, 5, 5, 1)
+
+
+def _put(engine: EngineProcess, key: str) -> Answer:
+    """2 MiB, on a connection of its own: a refused body is not read to its end."""
+    with Wire(engine.http) as wire:
+        return wire.ask("PUT", f"/kv/{key}", value_of(key, 2 * MIB))
+
+
+def test_a_full_disk_refuses_puts_serves_gets_and_goes_on_by_itself(engine_process: Start, tmp_path: Path) -> None:
+    with folder_on("tmpfs", tmp_path) as folder:
+        engine = engine_process(root=folder / "engine", CAPACITY_BYTES=1 << 30)
+        try:
+            with Wire(engine.http) as wire:
+                assert wire.ask("PUT", "/kv/before", value_of("before")).status == 201
+                ballast = folder / "ballast"
+                with pytest.raises(OSError), ballast.open("wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(MIB // 4))
+                answers = [_put(engine, f"full-{n}") for n in range(5)]
+                assert {answer.status for answer in answers} <= {503, 507}
+                assert {answer.json["error"] for answer in answers} == {"Full"}
+                assert wire.ask("GET", "/kv/before").body == value_of("before")
+                assert wire.ask("GET", "/kv/full-0").status == 404
+                assert wire.ask("GET", "/kv/stats").json["total_refs"] == 1
+                ballast.unlink()
+                until(lambda: _put(engine, "after").status in (200, 201), 60)
+                assert wire.ask("GET", "/kv/after").body == value_of("after", 2 * MIB)
+        finally:
+            engine.kill()

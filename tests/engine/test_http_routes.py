@@ -246,6 +246,8 @@ def test_a_bumped_version_retires_older_entries_only(wire: Wire, key: str) -> No
     assert wire.ask("PUT", f"/kv/version/{now + 1}").json == {"tracking": True, "version": now + 1}
     assert wire.ask("GET", f"/kv/{key}-old").status == 404
     assert wire.ask("GET", f"/kv/{key}-untagged").status == 200
+    assert wire.ask("PUT", f"/kv/{key}", b"v", X_EG_Data_Version=now).json["error"] == "StaleVersion"
+    assert wire.ask("PUT", f"/kv/{key}", b"v", X_EG_Data_Version=now + 1).status == 201
     assert wire.ask("PUT", f"/kv/{key}", b"v", X_EG_Data_Version="one").status == 400
 
 

@@ -80,6 +80,19 @@ def test_set_replaces_and_nx_does_not(client: Client) -> None:
     assert client("GET", "k") == b"four"
 
 
+def test_options_behind_a_value_that_was_written_while_it_came_in(client: Client) -> None:
+    one, two = value(2 * MIB, 1), value(2 * MIB, 2)
+    assert client("SET", "k", one, "XX") == NIL
+    assert client("EXISTS", "k") == 0
+    assert client("SET", "k", one, "NX", "EX", 100) == "OK"
+    assert client("SET", "k", two, "NX") == NIL
+    assert client("GET", "k") == one
+    assert 90 <= client("TTL", "k") <= 100
+    assert client("SET", "k", two, "XX") == "OK"
+    assert client("GET", "k") == two
+    assert client("TTL", "k") == -1
+
+
 def test_a_value_with_a_time_to_live_ends(client: Client) -> None:
     assert client("SET", "long", value(2 * MIB), "EX", 100) == "OK"
     assert 90 <= client("TTL", "long") <= 100
@@ -349,6 +362,14 @@ def test_a_value_that_no_memory_is_left_for_is_refused_and_the_connection_stays_
         assert client("GET", "k") == value(MIB)
 
 
+def test_a_value_that_no_disk_holds_is_refused_and_the_connection_stays_in_step(tmp_path: Path) -> None:
+    with server(tmp_path, capacity=16 * MIB) as found, Client(found.port) as client:
+        assert client("SET", "k", value(20 * MIB)).startswith("OOM")
+        assert client("SET", "k", value(MIB)) == "OK"
+        assert client("GET", "k") == value(MIB)
+        assert found.budget.used == 0
+
+
 def test_who_stops_in_the_middle_of_a_value_is_cut_and_the_memory_comes_back(tmp_path: Path) -> None:
     with server(tmp_path, body_s=0.3) as found, Client(found.port) as client, Client(found.port) as other:
         client.raw(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (16 * MIB) + b"x" * MIB)
@@ -365,6 +386,33 @@ def test_who_stops_in_the_middle_of_a_command_holds_no_memory_and_no_thread(tmp_
         assert other("PING") == "PONG"
         assert found.budget.used == 0
         assert client.closed()
+
+
+def test_who_sends_a_command_byte_by_byte_gets_no_more_time_for_it(tmp_path: Path) -> None:
+    with server(tmp_path, header_s=0.5) as found, Client(found.port) as client:
+        client.sock.settimeout(0.1)
+        sent = 0
+        with pytest.raises((BrokenPipeError, ConnectionResetError, AssertionError)):
+            for byte in encoded(("SET", "k", "x" * 1000)):
+                client.raw(bytes([byte]))
+                sent += 1
+                try:
+                    assert client.sock.recv(1) != b"", "closed"
+                except TimeoutError:
+                    continue
+        assert 1 < sent < 100
+
+
+def test_between_commands_there_is_the_idle_time_and_for_lmcache_s_client_all_the_time(tmp_path: Path) -> None:
+    running = server(tmp_path, tokens=True, header_s=0.3, idle_s=1.5)
+    with running as found, Client(found.port) as client, Client(found.port) as lmcache:
+        assert client("AUTH", TOKEN) == "OK"
+        assert lmcache("AUTH", "lmcache", TOKEN) == "OK"
+        time.sleep(0.8)
+        assert client("PING") == "PONG"
+        eventually(lambda: found.listener.open_connections == 1)
+        assert client.closed()
+        assert lmcache("EXISTS", "k") == 0
 
 
 def test_who_does_not_read_is_cut(tmp_path: Path) -> None:
@@ -385,6 +433,30 @@ def test_what_exists_has_promised_is_there_for_get_however_much_is_stored_in_bet
             client("SET", f"k{seed}", value(2 * MIB, seed))
         assert client("GET", "promised") == value(2 * MIB, 1)
         assert client("GET", "not") == NIL
+
+
+def test_lmcache_s_client_gets_failures_in_the_bytes_that_it_reads_or_none_at_all(tmp_path: Path) -> None:
+    with server(tmp_path, tokens=True, body_s=0.3) as found, Client(found.port) as client:
+
+        def exchange(*words: str | bytes) -> bytes:
+            client.send(words)
+            return client.sock.recv(100)
+
+        assert exchange("AUTH", "lmcache", TOKEN) == b"+OK\r\n"
+        client("SET", "k", value(3 * MIB))
+        with found.budget.take(64 * MIB, 1.0):
+            assert exchange("SET", "other", value(MIB)) == b"-ER\r\n"
+        assert exchange("EXISTS", "other") == b":0\r\n"
+        assert exchange("EXISTS", "x" * 5000) == b":0\r\n"
+        (block,) = blocks(found.root, 3 * MIB)
+        spoil(block, block.stat().st_size - 3 * MIB + 5)
+        failed = exchange("GET", "k")
+        assert failed.startswith(b"-E")
+        assert failed.endswith(b"\r\n")
+        assert len(failed) == len(b"$3145728\r\n")
+        assert exchange("EXISTS", "k") == b":0\r\n"
+        client.send(("GET", "k"), ("EXISTS", "k"))
+        assert client.closed()
 
 
 def test_the_largest_value_is_taken_and_one_byte_more_is_not(tmp_path: Path) -> None:

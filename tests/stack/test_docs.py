@@ -24,6 +24,9 @@ pytestmark = pytest.mark.stack
 
 #: Commands that a test of its own runs (`make` calls the command line one to one), or that run this very file.
 RUN_ELSEWHERE = {
+    'make engine ARGS="check http://127.0.0.1:9130 --token-file data/secrets/engine-client/token"': (
+        "tests/interop/test_engine_check.py::test_it_passes_against_ours_with_a_token_and_leaves_nothing"
+    ),
     "make test": ".ci/run",
     "make verify": "tests/stack/test_up.py::test_the_first_up_ends_with_the_proof",
     "make rollback": "tests/stack/test_up.py::test_rollback_switch_down_and_back_to_hits",

@@ -28,6 +28,11 @@ README_LINES = 100
 PROGRAMS = {"make", "docker", "curl", "ls", "grep", "df", "du", "cp", "rm", "install"}
 #: Names that only exist inside the containers (compose/*.yaml sets them).
 CONTAINER_NAMES = {"KV_L2"}
+#: The engine's own settings, as its reader spells them.
+ENGINE_NAMES = {
+    f"KV_ENGINE_{name}"
+    for name in re.findall(r'read\.\w+\("([A-Z_]+)"', (ROOT / "src/kvstrata/engine/settings.py").read_text())
+}
 
 Check = Callable[[str, Path], list[str]]
 
@@ -83,7 +88,7 @@ def unknown_verbs(text: str, _path: Path) -> list[str]:
 
 
 def unknown_settings(text: str, _path: Path) -> list[str]:
-    known = {*USER_KEYS, *MANAGED_KEYS, *CONTAINER_NAMES}
+    known = {*USER_KEYS, *MANAGED_KEYS, *CONTAINER_NAMES, *ENGINE_NAMES}
     found = sorted(set(re.findall(r"\bKV_[A-Z0-9_]+\b", text)) - known)
     for step in on_stack.steps_of(text, ""):
         if step.kind == "ini":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvstrata.deploy import envfile, kv_engine, settings
+from kvstrata.deploy import envfile, kv_engine, memory, settings, up
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.status_tiers import l2_line, tiers_of
 from kvstrata.doors.remote_wire import PREFIX
@@ -101,6 +102,53 @@ def test_a_password_of_a_redis_is_the_users_to_write_and_never_the_engines_token
 def test_without_these_layers_no_token_is_made(tmp_path: Path) -> None:
     envfile.ensure_secrets(load(tmp_path))
     assert sorted(path.name for path in (tmp_path / "data/secrets").iterdir()) == ["salt_key"]
+
+
+# -- plan and up -----------------------------------------------------------------------------------------------------
+
+
+def test_the_engines_limit_holds_its_hot_tier_and_what_is_in_flight(tmp_path: Path) -> None:
+    hot, limit = memory._engine(load(tmp_path, **A, KV_ENGINE_HOT_GB="2"), [])
+    assert hot == 2 << 30 and limit >= hot + memory.ENGINE_BUFFERS + (256 << 20)
+    assert memory._engine(load(tmp_path), []) == (0, 0)
+    assert memory._engine(load(tmp_path, **A, KV_PERSIST="0"), []) == (0, 0)
+
+
+def test_with_the_engine_the_disk_is_its_own_folder(tmp_path: Path) -> None:
+    current = load(tmp_path, **A, KV_ENGINE_DIR="fast")
+    assert (current.l2_dir, current.l2_knob) == (tmp_path / "fast", "KV_ENGINE_DIR")
+    envfile.ensure_data(current)
+    assert (tmp_path / "fast").stat().st_mode & 0o777 == 0o700 and not current.cache_dir.exists()
+    assert load(tmp_path).l2_dir == tmp_path / "data" / "cache"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ("nvme", "engine,path-a", "the KV engine by HTTP (path A) now, no longer in the local disk"),
+        ("engine path-a", "engine,path-b", "RESP (path B) now, no longer in the KV engine by HTTP"),
+        ("engine path-a", "nvme", "the local disk now"),
+        ("engine path-a", "engine,path-a", ""),
+        ("", "engine,path-a", ""),
+    ],
+)
+def test_up_says_that_hits_begin_at_nothing_where_blocks_are_kept_elsewhere(
+    tmp_path: Path, before: str, now: str, said: str
+) -> None:
+    files = ":".join(f"compose/{name}.yaml" for name in ("vllm", "lmcache", *before.split()))
+    current = replace(load(tmp_path, KV_LAYERS=now), managed={"COMPOSE_FILE": files})
+    assert said in up._moved(current) and bool(up._moved(current)) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("stamp", "known"),
+    [(None, []), ('{"first_proof": "x"}', ["", "nvme"]), ('{"storage": ["path-a"]}', ["path-a"]), ("rubbish", [])],
+)
+def test_each_place_of_the_blocks_is_proven_in_full_once(tmp_path: Path, stamp: str | None, known: list[str]) -> None:
+    file = tmp_path / "proved.json"
+    if stamp is not None:
+        file.write_text(stamp)
+    assert up._proved(file) == known
 
 
 # -- the launcher ----------------------------------------------------------------------------------------------------

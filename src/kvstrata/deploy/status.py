@@ -141,7 +141,8 @@ def collect(settings: Settings, root: Path) -> Status:
             problems += _namespace_problems(seen[0].namespaces, seen[1].namespaces)
     cache = folder_bytes(settings.l2_dir)
     path = kv_engine.storage(_layers(settings)).replace("nvme", "")
-    engine, engine_problems = _engine(settings, "engine" in running)
+    served = "lmcache" in running and "lmcache" not in starting
+    engine, engine_problems = _engine(settings, "engine" in running, path == "path-b" and served)
     problems += engine_problems
     tiers = tiers_of(server, lm_samples, v_samples, cache, path, engine)
     if tiers.l2_down:
@@ -245,13 +246,19 @@ def _lmcache(settings: Settings) -> tuple[dict[str, Any] | None, Samples]:
         client.close()
 
 
-def _engine(settings: Settings, running: bool) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """Statistics of the stack's own KV engine, and what is wrong with asking for them."""
+def _engine(settings: Settings, running: bool, resp: bool) -> tuple[Mapping[str, Any] | None, list[str]]:
+    """Statistics of the stack's own KV engine, and what is wrong with it. `resp`: lmcache must be connected by RESP."""
     client = docker_control.kv_engine(settings) if running else None
     if client is None:
         return None, []
     try:
-        return client.stats(), []
+        problems = []
+        if resp and (have := client.connections("resp")) < settings.engine_connections:
+            problems.append(
+                f"L2: found: {have} of {settings.engine_connections} connections of LMCache's RESP client, which never "
+                "connects again; needed: all of them (docker compose restart lmcache)"
+            )
+        return client.stats(), problems
     except KvError as error:
         return None, [f"engine: found: {error.found}; needed: {error.needed}"]
     finally:

@@ -29,6 +29,7 @@ from kvstrata.doors.remote_breaker import Breaker
 from kvstrata.doors.remote_metrics import RemoteMetrics
 from kvstrata.doors.remote_settings import RemoteSettings
 from kvstrata.doors.remote_tasks import Lane, Task, Timer
+from kvstrata.doors.remote_touch import Touches
 from kvstrata.doors.remote_wire import Corrupt, Down, Refused, Wire
 
 __all__ = ["KvstrataRemote"]
@@ -41,6 +42,7 @@ _PROBE_KEY = "kvstrata-probe"
 _PROBE_S = 2.0
 _BAD_KEPT = 65536
 _TRIES = 2
+_TOUCH_LEASE_S = 0.1  # counted as a use like any other, and promises nobody anything
 
 
 class KvstrataRemote:
@@ -68,6 +70,8 @@ class KvstrataRemote:
         # Stores have connections of their own: a load, which a request waits for, never queues behind them.
         self._read = Lane("remote-read", self._wires[:readers])
         self._write = Lane("remote-write", self._wires[readers:])
+        self._touches = Touches(self._touch)
+        self._touches.listen()
 
     # -- LMCache's interface ----------------------------------------------------------------------------------------
 
@@ -112,6 +116,7 @@ class KvstrataRemote:
             self._closed = True
         for wire in (*self._wires, self._probe_wire):
             wire.abort()
+        self._touches.close()
         self._timer.close()
         self._read.close()
         self._write.close()
@@ -250,8 +255,19 @@ class KvstrataRemote:
             self._read.put(lambda wire, p=part: self._one(wire, task, keys, p))  # type: ignore[misc]
 
     def _many(self, wire: Wire, keys: Sequence[str], deadline: float) -> Any:
-        found = wire.exists_many(keys, deadline)
+        found = wire.exists_many(keys, deadline, self._settings.lease_s)
         return "singly" if found is None else found
+
+    def _touch(self, keys: Sequence[str]) -> None:
+        """Being asked for is a use. Nobody waits for the answer; servers without this call are left alone."""
+        if not self._breaker.open and not self._closed:
+            deadline = time.monotonic() + self._settings.deadline_s
+            self._write.put(
+                lambda wire: self._try("touch", wire, deadline, lambda: self._used(wire, keys, deadline), 0)
+            )
+
+    def _used(self, wire: Wire, keys: Sequence[str], deadline: float) -> bool:
+        return time.monotonic() < deadline and wire.exists_many(keys, deadline, _TOUCH_LEASE_S) is not None
 
     def _one(self, wire: Wire, task: Task, keys: Sequence[str], part: int) -> None:
         if task.begin([part]):

@@ -110,11 +110,11 @@ class Wire:
         self._finish(response)
         return response.status == 200
 
-    def exists_many(self, keys: Sequence[str], deadline: float) -> list[bool] | None:
+    def exists_many(self, keys: Sequence[str], deadline: float, lease_s: float) -> list[bool] | None:
         """One call for all, which also asks the engine to keep what it has for a while. None: it has no such call."""
         if not self._has_batch:
             return None
-        body = json.dumps({"keys": [PREFIX + key for key in keys], "lease_s": self._settings.lease_s}).encode()
+        body = json.dumps({"keys": [PREFIX + key for key in keys], "lease_s": lease_s}).encode()
         response = self._call("POST", "batch/exists", deadline, body)
         if response.status in _NO_BATCH:
             self._finish(response)

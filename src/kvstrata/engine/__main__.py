@@ -37,7 +37,8 @@ _GRACE_S = 7.0
 _CLOSE_S = 2.0
 # Files beside connections: blocks that are being read, the catalog, the log.
 _OTHER_FILES = 1024
-_WORKERS = 16
+# Threads while every worker is stuck in a peer that does not read or send.
+_MAX_WORKERS = 256
 
 
 class Server:
@@ -87,8 +88,8 @@ class Server:
         try:
             self.listeners[protocol] = Listener(
                 host, port, serve, name=protocol, idle_s=settings.idle_s, handshake_s=settings.header_s,
-                max_connections=settings.max_connections, workers=min(_WORKERS, settings.workers),
-                max_workers=max(256, settings.workers), tls=self._tls, refusal=refusal,
+                max_connections=settings.max_connections, workers=settings.workers,
+                max_workers=max(_MAX_WORKERS, settings.workers), tls=self._tls, refusal=refusal,
             )  # fmt: skip
         except (OSError, OverflowError) as error:
             raise StoreError(

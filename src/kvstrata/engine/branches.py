@@ -136,7 +136,10 @@ class Branches:
         core, name = self._core, block_key(tenant, digest)
         with core.lock:
             self._branch(tenant, branch)
-            self._fits(len(body))
+            known = core.books.of(tenant).contents.get(digest)
+            # Before the bytes are written as well.
+            if known is None or not known.forks:
+                self._fits(len(body))
         with core.stored(name, body):
             with core.lock:
                 fork = self._branch(tenant, branch)

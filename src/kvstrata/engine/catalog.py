@@ -40,6 +40,9 @@ class Catalog:
     def __init__(self, path: Path, *, durable: bool, counters: Callable[[], list[Statement]]) -> None:
         """Use `open`. `counters`: statements to add to each commit, for what changed since the last one."""
         self.path = path
+        # SQLite gives its other files the mode of this one.
+        path.touch(mode=0o600)
+        path.chmod(0o600)
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         self._other = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         for db in (self._db, self._other):
@@ -89,7 +92,6 @@ class Catalog:
                 f"version {SCHEMA}",
                 "use the kvstrata that wrote it, or set KV_ENGINE_ROOT to a new folder",
             )
-        self.path.chmod(0o600)
 
     # -- reading
 
@@ -127,12 +129,12 @@ class Catalog:
         with self._queueing:
             statements, self._queue = self._queue, []
             first, last = self._done + 1, self._queued
+        # What a failed commit could not write of the counters is owed to the next one.
+        self._owed.update((values[:2], (sql, values)) for sql, values in self._counters())
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for sql, values in statements:
                 self._db.execute(sql, values)
-            # What a failed commit could not write of them is owed to the next one.
-            self._owed.update((values[:2], (sql, values)) for sql, values in self._counters())
             for sql, values in self._owed.values():
                 self._db.execute(sql, values)
             self._db.execute("COMMIT")

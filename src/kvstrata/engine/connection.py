@@ -40,15 +40,16 @@ class Connection:
         buffered: bytes that have arrived and that the handler has not consumed; it deletes what it took.
         state: the handler's own, kept between its calls.
         midway: set by a handler that parks in the middle of a request with nothing in `buffered`: the deadline goes on.
+        idle_s: how long it may be parked with nothing under way; None: for ever. A handler may change it.
         expired: the deadline has passed; reading is shut down already, a short answer may still be sent.
     """
 
     __slots__ = (
-        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "midway", "parked",
-        "peer", "sock", "state", "stopping", "tls",
+        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "idle_s", "midway",
+        "parked", "peer", "sock", "state", "stopping", "tls",
     )  # fmt: skip
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, idle_s: float | None = None) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.peer = peer
@@ -60,6 +61,7 @@ class Connection:
         self.expired = False
         self.parked = False
         self.midway = False
+        self.idle_s = idle_s
         self.hurry = False
         self.stopping = False
         self._streak = 0

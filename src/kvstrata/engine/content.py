@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
-import logging
-import threading
+import os
 import time
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from pathlib import Path
 
 from blake3 import blake3
 
@@ -17,11 +15,15 @@ from kvstrata.engine.books import Ref, Tenant, block_key
 from kvstrata.engine.branches import Branches
 from kvstrata.engine.core import Core
 from kvstrata.engine.errors import Full, NoSuchBranchKey, Refused, TooLarge
+from kvstrata.engine.expiries import Expiries
 from kvstrata.engine.globs import glob
 from kvstrata.engine.leases import Leases
+from kvstrata.engine.receiving import Put, Receiving
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.start import load
 from kvstrata.engine.stats import stats
+from kvstrata.engine.tender import Tender
+from kvstrata.store.errors import StoreError
 from kvstrata.store.keys import BlockKey
 
 __all__ = ["Engine", "Put"]
@@ -30,18 +32,8 @@ LONGEST_KEY = 4096
 _PUT = "INSERT OR REPLACE INTO refs VALUES(?,?,?,?,?,?)"
 _SCAN = "SELECT key FROM refs WHERE tenant=? AND key>? ORDER BY key LIMIT ?"
 _SCAN_MOST = 10_000
-_TICK_S = 0.5
 # A block that moves from one disk to another is found at the second look.
 _TRIES = 3
-
-log = logging.getLogger(__name__)
-
-
-class Put(NamedTuple):
-    """`new`: the key was not there. `digest`: of the value that it means now, in hex."""
-
-    new: bool
-    digest: str
 
 
 class Engine:
@@ -52,14 +44,19 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         """Use `open`."""
         self.settings = settings
-        settings.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _private_folder(settings.root)
         self._core = core = Core(settings)
         self._lock = core.lock
         self._leases = Leases(core)
-        self._branches = Branches(core)
-        self._expiries: list[tuple[float, str, bytes]] = []
-        self._stopped = threading.Event()
-        self._tender = threading.Thread(target=self._tend, name="kvstrata-engine", daemon=True)
+        self._branches = branches = Branches(core)
+        self._expiries = Expiries(core)
+        self._tender = Tender(core, self._leases, branches, self._expiries)
+        self.snapshot = branches.snapshot
+        self.fork = branches.fork
+        self.drop_snapshot = branches.drop_snapshot
+        self.drop_branch = branches.drop_branch
+        self.fork_stats = branches.stats
+        self._closed = False
 
     @classmethod
     def open(cls, settings: EngineSettings) -> Engine:
@@ -67,25 +64,22 @@ class Engine:
         engine = cls(settings)
         try:
             load(engine._core, engine._branches)
-            with engine._lock:
-                for name, of in engine._core.books.tenants.items():
-                    engine._expiries += [(ref.expires, name, key) for key, ref in of.refs.items() if ref.expires]
-            heapq.heapify(engine._expiries)
+            engine._expiries.load()
         except BaseException:
             engine._core.catalog.close()
             engine._core.tiers.close(1.0)
             raise
         engine._tender.start()
         engine._core.mover.start()
+        engine._core.tiers.begin_evicting()
         return engine
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is left and give the folders up. Idempotent; no other call may be under way."""
-        if self._stopped.is_set():
+        if self._closed:
             return
-        self._stopped.set()
-        self._core.wake.set()
-        self._tender.join(timeout_s)
+        self._closed = True
+        self._tender.stop(timeout_s)
         self._core.mover.stop(timeout_s)
         self._core.sweep()
         self._core.catalog.close()
@@ -113,27 +107,51 @@ class Engine:
             return Put(False, digest)
         name = block_key(tenant, blake3(body).digest())
         expires = time.time() + ttl_s if ttl_s is not None else 0.0
-        with self._core.stored(name, body) as new_block:
+        with self._core.stored(name, body):
+            return self._name(name, key, len(body), version, replace, expires)
+
+    def receive(
+        self,
+        tenant: str,
+        key: bytes,
+        size: int,
+        *,
+        version: int | None = None,
+        replace: bool = False,
+        ttl_s: float | None = None,
+    ) -> Receiving:
+        """put, for a value whose bytes are still coming: they are hashed, summed and written as they come, so that no
+        buffer has to hold it. What is left before `done` was never there. Refused, TooLarge, Full.
+        """
+        self._check(tenant, key, size, version)
+
+        def name_it(name: BlockKey, over: bool, ttl: float | None) -> Put:
+            return self._name(name, key, size, version, over, time.time() + ttl if ttl is not None else 0.0)
+
+        return Receiving(self._core, tenant, size, name_it, replace=replace, ttl_s=ttl_s)
+
+    def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
+        """The key means the block that is `stored` now; wait until that is written down. Full."""
+        with self._lock:
+            of = self._core.books.of(name.salt)
+            there = self._core.live(of, name.salt, key)
+            if there is None or replace:
+                # A content that something means already, whichever disk it is on.
+                of.count("dedup_hits", name.chunk in of.contents)
+                ref = self._enter(of, name, key, size, version, expires)
+                if there is None:
+                    of.count("put_new")
+            else:
+                of.count("dedup_hits")
+                ref = there
+        try:
+            self._core.catalog.commit(ref.ticket)
+        except Full:
             with self._lock:
-                of = self._core.books.of(tenant)
-                there = self._core.live(of, tenant, key)
-                if there is None or replace:
-                    ref = self._enter(of, name, key, len(body), version, expires)
-                    if not new_block:
-                        of.count("dedup_hits")
-                    if there is None:
-                        of.count("put_new")
-                else:
-                    of.count("dedup_hits")
-                    ref = there
-            try:
-                self._core.catalog.commit(ref.ticket)
-            except Full:
-                with self._lock:
-                    if of.refs.get(key) is ref:
-                        of.count("put_new", -1 if there is None else 0)
-                        self._core.settle(self._core.books.unname(of, key))
-                raise
+                if of.refs.get(key) is ref:
+                    of.count("put_new", -1 if there is None else 0)
+                    self._core.settle(self._core.books.unname(of, key))
+            raise
         return Put(there is None, ref.content.digest.hex())
 
     def _enter(self, of: Tenant, name: BlockKey, key: bytes, size: int, version: int | None, expires: float) -> Ref:
@@ -147,7 +165,7 @@ class Engine:
         if before is not content:
             core.settle(before)
         if expires:
-            heapq.heappush(self._expiries, (expires, name.salt, key))
+            self._expiries.add(expires, name.salt, key)
         if len(of.refs) > self.settings.max_keys:
             oldest = list(islice(of.refs, 1 + self.settings.max_keys // 100))
             core.catalog.queue([it for old in oldest if old != key for it in core.unname(of, name.salt, old)])
@@ -247,7 +265,7 @@ class Engine:
     def count(self, tenant: str) -> int:
         """How many keys."""
         with self._lock:
-            self._expire()
+            self._expiries.end(time.time())
             return len(self._core.books.of(tenant).refs)
 
     def scan(
@@ -269,7 +287,7 @@ class Engine:
     def stats(self, tenant: str | None = None) -> dict[str, object]:
         """One tenant's, or the sums of all. Only what can be served is counted."""
         with self._lock:
-            self._expire()
+            self._expiries.end(time.time())
             return stats(self._core, tenant)
 
     # -- versions
@@ -294,15 +312,7 @@ class Engine:
         self._core.catalog.commit(ticket)
         return version
 
-    # -- snapshots and branches
-
-    def snapshot(self, tenant: str, keys: Sequence[bytes]) -> tuple[int, int]:
-        """(number, pages): what those of the keys that are there mean now, kept. Full."""
-        return self._branches.snapshot(tenant, keys)
-
-    def fork(self, tenant: str, snapshot: int) -> int:
-        """A branch over a snapshot. NoSuchSnapshot, Full."""
-        return self._branches.fork(tenant, snapshot)
+    # -- branches (the rest of them: see __init__)
 
     def branch_open(self, tenant: str, branch: int, key: bytes) -> Block:
         """What the key means in the branch: what it wrote, else the snapshot's. NoSuchBranch, NoSuchBranchKey."""
@@ -317,18 +327,6 @@ class Engine:
         digest = blake3(body).digest()
         return Put(self._branches.put(tenant, branch, key, digest, body), digest.hex())
 
-    def drop_snapshot(self, tenant: str, snapshot: int) -> None:
-        """NoSuchSnapshot, StillReferenced."""
-        self._branches.drop_snapshot(tenant, snapshot)
-
-    def drop_branch(self, tenant: str, branch: int) -> None:
-        """NoSuchBranch."""
-        self._branches.drop_branch(tenant, branch)
-
-    def fork_stats(self, tenant: str | None = None) -> dict[str, int]:
-        """See Branches.stats."""
-        return self._branches.stats(tenant)
-
     # -- inside
 
     def _check(self, tenant: str, key: bytes, size: int, version: int | None) -> None:
@@ -341,26 +339,13 @@ class Engine:
         if version is not None and not now <= version < 1 << 63:
             raise Refused(f"found: data version {version}; needed: {now} (the current one) or later")
 
-    def _expire(self) -> None:
-        """Under the lock."""
-        now, books = time.time(), self._core.books
-        while self._expiries and self._expiries[0][0] <= now:
-            _, tenant, key = heapq.heappop(self._expiries)
-            # Dropped there if it is over; it may have been written anew, with another end.
-            self._core.live(books.of(tenant), tenant, key)
 
-    def _tend(self) -> None:
-        """What nobody waits for."""
-        while not self._stopped.is_set():
-            self._core.wake.wait(_TICK_S)
-            self._core.wake.clear()
-            try:
-                with self._lock:
-                    self._expire()
-                    self._leases.end(time.monotonic())
-                self._branches.end_idle()
-                self._core.sweep()
-                self._core.catalog.tend()
-            except Exception:
-                log.exception("engine: the tender failed")
-            self._stopped.wait(0.05)
+def _private_folder(path: Path) -> None:
+    """What users wrote lies there. StoreError."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: {error.strerror}", f"a folder that user {os.geteuid()} owns", "chown it, or set KV_ENGINE_ROOT"
+        ) from error

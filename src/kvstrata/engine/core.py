@@ -55,13 +55,22 @@ class Core:
     # -- contents
 
     @contextmanager
-    def stored(self, key: BlockKey, body: memoryview) -> Iterator[bool]:
-        """The bytes are on the warm disk and stay there meanwhile; gives whether they were new. Full, TooLarge."""
-        new = self.tiers.put(key, body)
+    def stored(self, key: BlockKey, body: memoryview) -> Iterator[None]:
+        """The bytes are on the warm disk and stay there meanwhile. Full, TooLarge."""
+        self.tiers.put(key, body)
+        with self.held(key):
+            yield
+
+    @contextmanager
+    def held(self, key: BlockKey) -> Iterator[None]:
+        """Let go, at the end, of a block that was put into the warm disk; if nothing came to mean it, it goes."""
         try:
-            yield new
+            yield
         finally:
             self.tiers.stores[Tier.WARM].unpin([key])
+            with self.lock:
+                if not self._wanted(Tier.WARM, key):
+                    self.orphan(Tier.WARM, key)
 
     def open(self, content: Content, *, count: bool) -> Block | None:
         """To read it; `count`: it was counted as a hit, which must be undone if it turns out to be corrupt."""
@@ -107,8 +116,9 @@ class Core:
         before = content.tier
         if content.pinned:
             self.tiers.unpin(content)
+            content.pinned = False
         self.books.place(content, tier=to)
-        content.pinned = content.pinned and self.tiers.pin(content)
+        self.settle(content)
         self._garbage.add((before, block_key(content.tenant, content.digest)))
         self.wake.set()
 
@@ -188,18 +198,22 @@ class Core:
 
     def sweep(self) -> None:
         """Delete from the disks what nothing means; what somebody still reads waits for the next time."""
+        steps = []
         with self.lock:
-            for tier, key in list(self._garbage):
-                content = self.books.of(key.salt).contents.get(key.chunk)
-                if content is not None and content.tier is tier:
-                    self._garbage.discard((tier, key))
-            garbage = list(self._garbage)
-        for tier in self.tiers.stores:
-            keys = [key for its, key in garbage if its is tier]
-            for key, gone in zip(keys, self.tiers.delete(tier, keys) if keys else (), strict=True):
-                if gone:
-                    with self.lock:
-                        self._garbage.discard((tier, key))
+            # Judged and taken out under one lock: a moment later it may be wanted again, there.
+            garbage = [it for it in self._garbage if not self._wanted(*it)]
+            self._garbage.clear()
+            for tier, store in self.tiers.stores.items():
+                step, left = store.delete_here([key for its, key in garbage if its is tier])
+                steps.append(step)
+                self._garbage |= {(tier, key) for key in left}
+        for step in steps:
+            step()
+
+    def _wanted(self, tier: Tier, key: BlockKey) -> bool:
+        of = self.books.tenants.get(key.salt)
+        content = of.contents.get(key.chunk) if of is not None else None
+        return content is not None and content.tier is tier
 
     def orphan(self, tier: Tier, key: BlockKey) -> None:
         """A block that nothing means."""

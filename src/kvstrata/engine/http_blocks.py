@@ -8,7 +8,7 @@ from kvstrata.engine.block import Block
 from kvstrata.engine.connection import Cut
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Corrupt
-from kvstrata.engine.http_body import Bodies
+from kvstrata.engine.http_body import PIECE, Bodies
 from kvstrata.engine.http_reply import BINARY, Problem
 from kvstrata.engine.http_request import Request
 
@@ -51,16 +51,31 @@ class Blocks:
         size = self._bodies.announced(request.head, self._max_value)
         if size == 0:
             raise _empty()
+        if version is not None and version < (current := self._engine.version(tenant)):
+            raise Problem(409, "StaleVersion", f"data version {version}; the current one is {current}")
         connection, head = request.connection, request.head
         if self._engine.present(tenant, key):
             self._bodies.skipped(connection, head, self._max_value)
             new, digest = False, self._engine.digest(tenant, key)
-        else:
+        elif head.chunked or size <= PIECE:
             with self._bodies.received(connection, head, self._max_value) as body:
                 if not body:
                     raise _empty()
                 new, digest = self._engine.put(tenant, key, body, version=version)
+        else:
+            new, digest = self._put_large(request, key, size, version)
         request.answer(201 if new else 200, headers=_tag_lines(_tag(digest)) if digest else b"")
+
+    def _put_large(self, request: Request, key: bytes, size: int, version: int | None) -> tuple[bool, str]:
+        """Hash and write while the rest is still coming."""
+        bodies, connection = self._bodies, request.connection
+        with (
+            self._engine.receive(request.grant.tenant, key, size, version=version) as incoming,
+            bodies.pieces(connection, request.head) as pieces,
+        ):
+            for piece in pieces:
+                incoming.write(piece)
+            return incoming.done()
 
     def delete(self, request: Request, segment: bytes) -> None:
         """Forget the key."""

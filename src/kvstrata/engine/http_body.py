@@ -12,7 +12,10 @@ from kvstrata.engine.connection import Connection, Cut
 from kvstrata.engine.http_head import Head
 from kvstrata.engine.http_reply import Problem
 
-__all__ = ["Bodies"]
+__all__ = ["PIECE", "Bodies"]
+
+PIECE = 512 << 10
+"""Bytes of a large body that are handled at once: half of an L2 cache, so that hashing finds them there."""
 
 # The slowest client that is waited for: bytes a second, on top of the time that every body has.
 _SLOWEST = 1 << 20
@@ -65,9 +68,36 @@ class Bodies:
                 finally:
                     part.release()
         except Busy as error:
-            raise Problem(503, "Busy", f"no memory for the body: {error}", headers=b"Retry-After: 1\r\n") from None
+            raise _busy(error) from None
         except TooBig:
             raise Problem(413, "TooLarge", f"a body of {size} bytes; the server has {self._budget.total}") from None
+
+    @contextmanager
+    def pieces(self, connection: Connection, head: Head) -> Iterator[Iterator[memoryview]]:
+        """The body piece by piece, in one small buffer that is used again for each. For a length that is announced.
+
+        Raises Problem 503, and Cut when the body is short.
+        """
+        size = head.length or 0
+        try:
+            with self._budget.take(min(size, PIECE), self._body_s / 2) as view:
+                yield self._read_pieces(connection, head, view, size)
+        except Busy as error:
+            raise _busy(error) from None
+
+    def _read_pieces(self, connection: Connection, head: Head, view: memoryview, size: int) -> Iterator[memoryview]:
+        self.allow(connection, size)
+        self.invite(connection, head)
+        left = size
+        while left:
+            part = view[: min(left, len(view))]
+            connection.read_into(part)
+            left -= len(part)
+            if not left:
+                head.unread = False
+                connection.until(None)
+            yield part
+            part.release()
 
     def skipped(self, connection: Connection, head: Head, limit: int) -> None:
         """Read the body and forget it. Raises as `received` does."""
@@ -86,6 +116,10 @@ class Bodies:
         if head.expect:
             head.expect = False
             connection.send(_CONTINUE)
+
+
+def _busy(error: Busy) -> Problem:
+    return Problem(503, "Busy", f"no memory for the body: {error}", headers=b"Retry-After: 1\r\n")
 
 
 def _read_chunks(connection: Connection, view: memoryview) -> int:

@@ -22,9 +22,11 @@ log = logging.getLogger(__name__)
 
 # A body that nobody wants is read to its end if it is this short, so that the connection can stay.
 _SMALL = 64 << 10
-# Else it is dropped for so long and so far, so that the client is through sending when the connection closes.
+# Else it is dropped for so many seconds and bytes, so that the client is through sending when the connection closes and
+# sees the answer. Who has no token gets less of our time.
 _DROP_S = 5.0
-_DROP = 128 << 20
+_DROP = (_DROP_S, 128 << 20)
+_DROP_STRANGER = (1.0, 1 << 20)
 
 _NOBODY = Grant("", write=False)
 _BUSY = Problem(503, "Busy", "the server has as many connections as it may", headers=b"Retry-After: 1\r\n")
@@ -113,6 +115,7 @@ class Http:
     def _answer(self, connection: Connection, raw: bytes) -> bool:
         """One request. Returns whether the connection stays."""
         began = time.perf_counter()
+        connection.until(None)  # the head was in time; what comes now has times of its own
         try:
             head = parse(raw)
         except Problem as problem:
@@ -199,7 +202,8 @@ class Http:
         connection.until(_DROP_S)
         connection.send(_problem_bytes(problem, keep=keep, minor=minor, bare=bare))
         if unread:
-            connection.finish(_DROP_S, _DROP)
+            known = request is not None and request.grant is not _NOBODY
+            connection.finish(*(_DROP if known else _DROP_STRANGER))
         return keep
 
     def _cut(self, connection: Connection, request: Request) -> bool:

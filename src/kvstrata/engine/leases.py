@@ -33,7 +33,8 @@ class Leases:
         until = time.monotonic() + seconds
         if content.lease > 0.0:
             content.lease = max(content.lease, until)
-            return content.pinned
+            # Pinned, but on a disk that does not answer now?
+            return content.pinned and self._core.tiers.serves(content)
         if self._bytes + content.size > self._limit:
             self.refused += 1
             return False

@@ -30,6 +30,10 @@ _TICK_S = 0.25
 # What is left for a short answer once a deadline has passed, before the connection is cut.
 _LAST_WORDS_S = 2.0
 _BACKLOG = 4096
+# To send the first byte. Only who has sent something may be idle for longer.
+_FIRST_S = 60.0
+# A machine that vanished is asked after so many idle seconds, or its connections would stay where idle_s is None.
+_DEAD_AFTER_S = 120
 
 
 class Listener:
@@ -178,11 +182,13 @@ class Listener:
 
     def _welcome(self, sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S)
         if self._tls is not None:
             sock.setblocking(False)
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        connection = Connection(sock, peer)
-        connection.until(self._handshake_s if self._tls is not None else self._idle_s)
+        connection = Connection(sock, peer, self._idle_s)
+        connection.until(min(self._handshake_s if self._tls is not None else _FIRST_S, self._idle_s))
         with self._lock:
             connection.stopping = connection.hurry = self._stopping
             connection.parked = True
@@ -312,7 +318,7 @@ class Listener:
         """Park or close, with the lock held."""
         if keep and not self._done:
             if not (connection.buffered or connection.midway or connection.handshaking):
-                connection.until(self._idle_s)
+                connection.until(connection.idle_s)
             connection.parked = True
             try:
                 self._epoll.modify(connection.fd, _READ)

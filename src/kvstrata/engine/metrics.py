@@ -24,7 +24,7 @@ _GAUGES = {
     "resident_bytes": "Bytes that the contents take, each counted once.",
     "logical_bytes": "Bytes that the keys stand for, each key counted.",
     "dedup_savings_bytes": "Logical bytes that take no room.",
-    "capacity_bytes": "What the warm tier may take.",
+    "capacity_bytes": "Bytes on disk that may be taken.",
 }
 _COUNTERS = {
     "dedup_hits": "Puts of a key or a content that was there already.",
@@ -33,6 +33,10 @@ _COUNTERS = {
     "put_new": "Puts that stored something.",
     "evictions": "Blocks that made room for others.",
     "stale_retired": "Entries that an older data version took away.",
+    "keys_retired": "Keys that went because there were too many.",
+    "corrupt": "Blocks that were found damaged, and removed.",
+    "demotions": "Blocks that went to the cold tier.",
+    "promotions": "Blocks that came back from it.",
 }
 
 

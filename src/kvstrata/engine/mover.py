@@ -111,7 +111,10 @@ class Mover:
             with core.lock:
                 if core.books.has(content) and content.tier is Tier.WARM:
                     core.books.place(content, tier=Tier.COLD)
+                    core.settle(content)
                     core.books.of(key.salt).count("demotions")
+                elif not core.books.has(content):
+                    core.orphan(Tier.COLD, key)
         except OSError as error:
             log.warning("engine: the cold disk does not take a block: %s", error)
         finally:
@@ -154,8 +157,6 @@ class Mover:
             if core.books.has(content) and content.tier is Tier.COLD:
                 core.move(content, Tier.WARM)
                 core.books.of(content.tenant).count("promotions")
-            elif not core.books.has(content):
-                core.orphan(Tier.WARM, key)
 
     def _read(self, block: PinnedBlock) -> bytearray | None:
         """All of it, checked; None if it is not fit to be kept."""

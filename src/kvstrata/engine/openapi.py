@@ -19,9 +19,10 @@ _PROBLEMS = {
     403: "The token may not do this, or not with this key.",
     404: "No such thing.",
     408: "It took too long to arrive.",
-    409: "Something else still needs it.",
+    409: "Something else still needs it, or the data version has moved on.",
     411: "No Content-Length and no chunks.",
     413: "Too large.",
+    414: "The path is too long.",
     415: "Not JSON.",
     416: "The range is outside the block.",
     417: "An expectation that is not 100-continue.",
@@ -29,18 +30,27 @@ _PROBLEMS = {
     503: "Not now; Retry-After says when.",
     507: "No room, and none will be made.",
 }
-_ALWAYS = (400, 401, 403, 408, 413, 417, 431, 503)
+_ALWAYS = (400, 401, 403, 408, 413, 414, 417, 431, 503)
 _BINARY: Json = {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}}
+# Where what was made here goes next; tests walk along these.
+_TO_SNAPSHOT: Json = {
+    name: {"operationId": name, "parameters": {"number": "$response.body#/snapshot"}}
+    for name in ("fork", "dropSnapshot")
+}
+_TO_BRANCH: Json = {
+    name: {"operationId": name, "parameters": {"number": "$response.body#/branch"}}
+    for name in ("branchGet", "branchPut", "dropBranch")
+}
 _COUNT: Json = {"type": "integer", "minimum": 0}
 _NUMBER: Json = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
 _KEY: Json = {
     "name": "key", "in": "path", "required": True,
     "description": f"1 to {MAX_KEY} bytes, one path segment, percent-decoded once. A / in a key is written %2F.",
-    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY // 4},
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
 }  # fmt: skip
 _KEYS: Json = {
     "type": "array", "maxItems": MAX_KEYS,
-    "items": {"type": "string", "minLength": 1, "maxLength": MAX_KEY // 4},
+    "items": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
     "description": "Keys as text, not percent-encoded; in UTF-8 each has 1 to 4096 bytes.",
 }  # fmt: skip
 _VERSION: Json = {
@@ -84,7 +94,7 @@ def _blocks() -> Json:
             "head": _operation("Its length", {200: _answer("It is there.", _BINARY, tags)}, (404,)),
             "put": _operation(
                 "Store a block; the first value of a key stays",
-                {200: _answer("The key was there; the body was not stored."), 201: _answer("Stored.")}, (411, 507),
+                {200: _answer("The key was there; the body was not stored."), 201: _answer("Stored.")}, (409, 411, 507),
                 parameters=[_VERSION], body=_BINARY,
             ),
             "delete": _operation("Forget a key", {204: _answer("Gone.")}, (404,)),
@@ -131,29 +141,32 @@ def _forks() -> Json:
     return {
         "/kv/snapshot": {
             "post": _operation(
-                "Hold on to the keys that are there now", {200: _json(snapshot=_NUMBER, pages=_COUNT)},
+                "Hold on to the keys that are there now",
+                {200: {**_json(snapshot=_NUMBER, pages=_COUNT), "links": _TO_SNAPSHOT}},
                 (411, 415, 507), body=_json_body(["keys"], keys=_KEYS),
             )
         },
         "/kv/snapshot/{number}": {
             "parameters": [_id()],
-            "delete": _operation("Let go of them", {204: _answer("Gone.")}, (404, 409)),
+            "delete": _operation("Let go of them", {204: _answer("Gone.")}, (404, 409), name="dropSnapshot"),
         },
         "/kv/snapshot/{number}/fork": {
             "parameters": [_id()],
-            "post": _operation("A branch over it", {200: _json(branch=_NUMBER)}, (404, 507)),
+            "post": _operation(
+                "A branch over it", {200: {**_json(branch=_NUMBER), "links": _TO_BRANCH}}, (404, 507), name="fork"
+            ),
         },
         "/kv/branch/{number}": {
             "parameters": [_id()],
-            "delete": _operation("Forget a branch", {204: _answer("Gone.")}, (404,)),
+            "delete": _operation("Forget a branch", {204: _answer("Gone.")}, (404,), name="dropBranch"),
         },
         "/kv/branch/{number}/{key}": {
             "parameters": [_id(), _KEY],
             "get": _operation(
-                "A block as the branch sees it", {200: _answer("The block.", _BINARY)}, (404, 416)
+                "A block as the branch sees it", {200: _answer("The block.", _BINARY)}, (404, 416), name="branchGet"
             ),
             "put": _operation(
-                "Write in the branch alone", {200: _answer("Written.")}, (404, 411, 507), body=_BINARY
+                "Write in the branch alone", {200: _answer("Written.")}, (404, 411, 507), body=_BINARY, name="branchPut"
             ),
         },
     }  # fmt: skip
@@ -175,13 +188,15 @@ def _pages() -> Json:
 
 def _operation(
     summary: str, answers: dict[int, Json], problems: tuple[int, ...] = (), *, parameters: list[Json] | None = None,
-    body: Json | None = None, open_to_all: bool = False,
+    body: Json | None = None, open_to_all: bool = False, name: str = "",
 ) -> Json:  # fmt: skip
     responses = {str(status): answer for status, answer in answers.items()}
     for status in sorted({*_ALWAYS, *problems}):
         schema = {"$ref": "#/components/schemas/Problem"}
         responses[str(status)] = _answer(_PROBLEMS[status], {"application/json": {"schema": schema}})
     made: Json = {"summary": summary, "responses": responses}
+    if name:
+        made["operationId"] = name
     if parameters:
         made["parameters"] = parameters
     if body:

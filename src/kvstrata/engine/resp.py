@@ -18,11 +18,11 @@ from kvstrata.engine.auth import Tokens
 from kvstrata.engine.buffers import Budget
 from kvstrata.engine.connection import Connection, NotYet
 from kvstrata.engine.content import Engine
-from kvstrata.engine.errors import Corrupt, EngineError, Full, TooLarge
+from kvstrata.engine.errors import Corrupt, EngineError
 from kvstrata.engine.resp_lmcache import Unfit
 from kvstrata.engine.resp_parse import Broken, Command
 from kvstrata.engine.resp_reply import Error, Reply, Simple
-from kvstrata.engine.resp_session import Session, Shared
+from kvstrata.engine.resp_session import Session, Shared, failure
 from kvstrata.engine.settings import EngineSettings
 
 __all__ = ["COMMANDS", "make_serve"]
@@ -122,7 +122,7 @@ class _Server:
                 if command is None:
                     return False
                 self._answer(session, command)
-                session.release()
+                session.done()
             session.flush()
         except NotYet:
             return True
@@ -145,10 +145,8 @@ class _Server:
             reply = error
         except Corrupt:
             raise  # a part of the reply has left
-        except (Full, TooLarge) as error:
-            reply = Error(f"OOM {error}")
         except EngineError as error:
-            reply = Error(f"ERR {error}")
+            reply = failure(error)
         if isinstance(reply, data.NoReply):
             return
         if session.literal and (instead := resp_lmcache.fitting(command.name, reply)) is not None:

@@ -6,6 +6,7 @@ from kvstrata.engine.content import LONGEST_KEY
 from kvstrata.engine.resp_parse import SMALL, Command
 from kvstrata.engine.resp_reply import OK, Error, Reply, Simple
 from kvstrata.engine.resp_session import Session
+from kvstrata.engine.resp_value import Incoming
 
 __all__ = ["NoReply", "integer", "wrong_syntax"]
 
@@ -58,13 +59,19 @@ def mget(session: Session, command: Command) -> Reply | NoReply:
 
 
 def set_(session: Session, command: Command) -> Reply:
-    key, value = _fits(bytes(command.args[0])), command.args[1]
-    ttl_s, only = _set_options([bytes(word).upper() for word in command.args[2:]])
+    first, value, *options = command.args
+    key = _fits(first if isinstance(first, bytes) else b"")
+    ttl_s, only = _set_options([bytes(word).upper() for word in options if isinstance(word, bytes)])
     tenant = session.writer(key).tenant
     engine = session.shared.engine
     if only == b"XX" and not engine.exists(tenant, [key])[0]:
         return None
-    put = engine.put(tenant, key, memoryview(value), replace=only != b"NX", ttl_s=ttl_s)
+    replace = only != b"NX"
+    if isinstance(value, Incoming):
+        put = value.store(replace=replace, ttl_s=ttl_s)
+    else:
+        assert isinstance(value, bytes)
+        put = engine.put(tenant, key, memoryview(value), replace=replace, ttl_s=ttl_s)
     return None if only == b"NX" and not put.new else OK
 
 

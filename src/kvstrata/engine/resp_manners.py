@@ -20,11 +20,11 @@ _REDIS_VERSION = "7.0.0"
 
 
 def ping(session: Session, command: Command) -> Reply:
-    return bytes(command.args[0]) if command.args else Simple("PONG")
+    return command.words()[0] if command.args else Simple("PONG")
 
 
 def echo(session: Session, command: Command) -> Reply:
-    return bytes(command.args[0])
+    return command.words()[0]
 
 
 def quit_(session: Session, command: Command) -> Reply:
@@ -33,7 +33,7 @@ def quit_(session: Session, command: Command) -> Reply:
 
 
 def select(session: Session, command: Command) -> Reply:
-    if integer(bytes(command.args[0]), -(1 << 31), 1 << 31) != 0:
+    if integer(command.words()[0], -(1 << 31), 1 << 31) != 0:
         raise Error("ERR DB index is out of range: there is one database, 0; a token is a keyspace of its own")
     return OK
 

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from kvstrata.engine.connection import Cut
 
-__all__ = ["SMALL", "Broken", "Command", "Limits", "Source", "Take", "Wire"]
+__all__ = ["SMALL", "Broken", "Command", "Limits", "Source", "Take", "Value", "Wire"]
 
 SMALL = 16 << 10
 """Bytes up to which an argument is copied; above it `Take` is asked. A peer that pauses may have left us as much of a
@@ -57,8 +57,15 @@ class Source(Protocol):
         """Read so many bytes and forget them. Raises Cut."""
 
 
-Take = Callable[[Sequence[bytes], int], memoryview | None]
-"""(arguments before this one, its announced length > SMALL) -> a buffer of just that length; None: skip the bytes."""
+class Value(Protocol):
+    """Where the bytes of a large argument go."""
+
+    def receive(self, read_into: Callable[[memoryview], None]) -> None:
+        """Take all of the announced bytes, by as many calls of `read_into` as it likes. Raises Cut."""
+
+
+Take = Callable[[Sequence[bytes], int], Value | None]
+"""(arguments before this one, its announced length > SMALL) -> who takes its bytes; None: skip them."""
 
 
 @dataclass(slots=True)
@@ -66,12 +73,12 @@ class Command:
     """`args` without the name. A skipped argument is an empty one, and `skipped` says that there was one."""
 
     name: bytes
-    args: list[bytes | memoryview]
+    args: list[bytes | Value]
     skipped: bool = False
 
     def words(self) -> list[bytes]:
         """The arguments as bytes; for commands that want no large one."""
-        return [bytes(arg) for arg in self.args]
+        return [arg if isinstance(arg, bytes) else b"" for arg in self.args]
 
 
 _T = TypeVar("_T")
@@ -85,12 +92,12 @@ class Wire:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._reading: _Needs[Command | None] | None = None
-        self._ended = False
+        self._ended = self._inside = False
 
     @property
     def inside(self) -> bool:
-        """A command has begun, and NotYet came before its end."""
-        return self._reading is not None
+        """A part of a command has been taken out of `buffered`, and its end has not come yet."""
+        return self._inside
 
     def command(self, limits: Limits, take: Take) -> Command | None:
         """The next command, None where the stream ends before one begins.
@@ -105,6 +112,7 @@ class Wire:
                 wait = next(reading)
             except StopIteration as done:
                 found: Command | None = done.value
+                self._inside = False
                 return found
             self._reading = reading
             self._ended = not self._source.more(wait)
@@ -124,6 +132,7 @@ class Wire:
             if count is None or count > limits.args:
                 raise Broken("invalid multibulk length")
             if count > 0:
+                self._inside = True
                 return (yield from self._arguments(count, limits, take))
 
     def _arguments(self, count: int, limits: Limits, take: Take) -> _Needs[Command]:
@@ -132,20 +141,20 @@ class Wire:
         used, wait = 0, False
         for _ in range(count):
             size = yield from self._size(limits, wait)
-            arg: bytes | memoryview = b""
+            arg: bytes | Value = b""
             if size <= SMALL and used + size <= limits.head:
                 used += size
                 wait = wait or used > SMALL
                 arg = yield from self._small(size, wait)
             else:
                 wait = True  # a command that holds a buffer is not left alone with it
-                view = take(before, size) if size > SMALL else None
-                if view is None:
+                value = take(before, size) if size > SMALL else None
+                if value is None:
                     self._source.skip(size)
                     found.skipped = True
                 else:
-                    self._source.read_into(view)
-                    arg = view
+                    value.receive(self._source.read_into)
+                    arg = value
             if (yield from self._small(2, wait)) != b"\r\n":
                 raise Broken("an argument is longer than its announced length")
             found.args.append(arg)

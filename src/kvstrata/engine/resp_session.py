@@ -15,17 +15,25 @@ from kvstrata.engine.auth import Grant, Tokens
 from kvstrata.engine.buffers import Budget, Busy, TooBig
 from kvstrata.engine.connection import Connection
 from kvstrata.engine.content import Engine
-from kvstrata.engine.errors import Corrupt
+from kvstrata.engine.errors import Corrupt, EngineError, Full, TooLarge
 from kvstrata.engine.resp_lmcache import Unfit
 from kvstrata.engine.resp_parse import Command, Limits, Wire
 from kvstrata.engine.resp_reply import Error, Reply, bulk_head, encode
+from kvstrata.engine.resp_value import Incoming
 from kvstrata.engine.settings import EngineSettings
 
-__all__ = ["Cursors", "Session", "Shared"]
+__all__ = ["Cursors", "Session", "Shared", "failure"]
 
 #: Replies are collected up to here; a peer that sends on without reading stops us at the socket, not in memory.
 _OUT = 64 << 10
 _CURSORS = 4096
+#: The slowest peer that is waited for: bytes a second, on top of the time that every value has.
+_SLOWEST = 1 << 20
+
+
+def failure(error: EngineError) -> Error:
+    """What the peer is told."""
+    return Error(f"{'OOM' if isinstance(error, Full | TooLarge) else 'ERR'} {error}")
 
 
 class Cursors:
@@ -85,6 +93,7 @@ class Session:
         self._out = bytearray()
         self._held = ExitStack()
         self._refusal: Error | None = None
+        self._begun = False
 
     # -- who it is
 
@@ -97,6 +106,8 @@ class Session:
         if grant is None:
             raise Error("WRONGPASS invalid token; any user name will do, the password is a token of the tokens file")
         self._token, self._grant, self.literal = token, grant, user == resp_lmcache.USER
+        if self.literal:
+            self.conn.idle_s = None  # it never connects again
 
     @property
     def grant(self) -> Grant | None:
@@ -132,7 +143,10 @@ class Session:
     def more(self, wait: bool) -> bool:
         self.flush()
         if not wait:
-            return self.conn.fill() > 0
+            self.conn.midway = self.wire.inside
+            grew = self.conn.fill() > 0
+            self._begin()
+            return grew
         # `fill` waits for a moment at most; this waits for one byte more, until the deadline.
         grown = bytearray(len(self.conn.buffered) + 1)
         self.conn.read_into(memoryview(grown))
@@ -149,29 +163,44 @@ class Session:
 
     def command(self) -> Command | None:
         """The next command; what it holds is held until `release`. Raises as Wire.command."""
-        if self.conn.buffered and not self.wire.inside:
-            self.conn.until(self.shared.settings.header_s)
+        if self.conn.buffered:
+            self._begin()
         limits = Limits(bulk=self.shared.settings.resp_max_value) if self.grant else Limits.of_a_stranger()
-        return self.wire.command(limits, self._room)
+        return self.wire.command(limits, self._value)
 
-    def _room(self, before: Sequence[bytes], size: int) -> memoryview | None:
-        """A buffer for SET's value, if this SET may be."""
-        self.conn.until(self.shared.settings.body_s)
+    def _begin(self) -> None:
+        """The time for a command runs from its first byte; more bytes buy no more of it."""
+        if not self._begun:
+            self._begun = True
+            self.conn.until(self.shared.settings.header_s)
+
+    def _value(self, before: Sequence[bytes], size: int) -> Incoming | None:
+        """Where SET's value goes, if this SET may be."""
+        self.allow(size)
         if len(before) != 2 or before[0].upper() != b"SET":
             self._refusal = Error(f"ERR an argument of {size} bytes; only the value of SET may be that large")
             return None
+        shared = self.shared
         try:
-            self.writer(before[1])
-            view = self._held.enter_context(self.shared.budget.take(size, self.shared.settings.body_s))
-            self.conn.until(self.shared.settings.body_s)
-            return view
+            tenant = self.writer(before[1]).tenant
+            found = Incoming(
+                shared.engine, shared.budget, tenant, before[1], size, shared.settings.body_s / 2, self._held
+            )  # fmt: skip
+            self.allow(size)
+            return found
         except Error as error:
             self._refusal = error
         except Busy:
             self._refusal = Error("OOM the memory for values in flight is spent (KV_ENGINE_MEMORY_BYTES); try again")
         except TooBig:
-            self._refusal = Error(f"OOM a value of {size} bytes is more than KV_ENGINE_MEMORY_BYTES")
+            self._refusal = Error(f"OOM a value of {size} bytes needs more than KV_ENGINE_MEMORY_BYTES")
+        except EngineError as error:
+            self._refusal = failure(error)
         return None
+
+    def allow(self, size: int) -> None:
+        """Start the time that a value of `size` bytes may take, in either direction."""
+        self.conn.until(self.shared.settings.body_s + size / _SLOWEST)
 
     def refusal(self) -> Error:
         """Why an argument of the command was skipped."""
@@ -181,6 +210,11 @@ class Session:
         """Give back what the command held."""
         self._refusal = None
         self._held.close()
+
+    def done(self) -> None:
+        """The command is answered; another may begin."""
+        self.release()
+        self._begun = False
 
     # -- bytes out
 
@@ -210,7 +244,7 @@ class Session:
             return
         with block:
             head = bytes(self._out) + bulk_head(block.size)
-            self.conn.until(self.shared.settings.body_s)
+            self.allow(block.size)
             try:
                 block.send_to(self.conn.sock, 0, block.size, head=head, tail=b"\r\n")
             except Corrupt as error:

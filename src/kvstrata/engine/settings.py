@@ -27,6 +27,8 @@ class EngineSettings:
     cold_capacity: int = 0
     durability: str = "process"
     """process: what is acknowledged survives the end of the process; fsync: of the machine too."""
+    disk_s: float = 10.0
+    """A read that a disk holds longer makes all of them misses until it returns; a write, three times as long."""
     free_floor: int | None = None
     """Bytes of the device that stay free; None: the smaller of 1 GiB and 5 % of it."""
     allow_fs: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ class EngineSettings:
         for knob, share in (("LEASE_SHARE", self.lease_share), ("FORK_SHARE", self.fork_share)):
             need(0.0 <= share <= 0.5, knob, share, "0 to 0.5 of the capacity")
         for knob, seconds in (
+            ("DISK_S", self.disk_s),
             ("LEASE_S", self.lease_s),
             ("FORK_IDLE_S", self.fork_idle_s),
             ("HEADER_S", self.header_s),
@@ -109,6 +112,7 @@ class EngineSettings:
             cold_root=read.path("COLD_ROOT"),
             cold_capacity=read.whole("COLD_CAPACITY_BYTES", cls.cold_capacity),
             durability=read.text("DURABILITY", cls.durability),
+            disk_s=read.number("DISK_S", cls.disk_s),
             free_floor=read.whole("FREE_FLOOR_BYTES", 0) if read.text("FREE_FLOOR_BYTES", "") else None,
             allow_fs=tuple(env.get("KV_CACHE_ALLOW_FS", "").replace(",", " ").split()),
             max_keys=read.whole("MAX_KEYS", cls.max_keys),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from kvstrata.engine.books import Content, Tier, block_key
+from kvstrata.engine.books import NAMESPACE, Content, Tier, block_key
 from kvstrata.engine.errors import Full, TooLarge
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.store.direct import PinnedBlock
 from kvstrata.store.events import NoEvents
+from kvstrata.store.incoming import Incoming
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.settings import StoreSettings
-from kvstrata.store.store import BlockStore, Outcome
+from kvstrata.store.store import BlockStore, Outcome, Result
 
 __all__ = ["Tiers", "Watcher"]
 
@@ -73,8 +74,15 @@ class Tiers:
             free_floor=self._settings.free_floor,
             allow_fs=self._settings.allow_fs,
             sub_bytes=_PIECE,
+            load_deadline_s=self._settings.disk_s,
+            store_deadline_s=3 * self._settings.disk_s,
         )
-        return BlockStore.open(settings, _Listener(tier, self._watcher))
+        return BlockStore.open(settings, _Listener(tier, self._watcher), evicting=False)
+
+    def begin_evicting(self) -> None:
+        """Evict from now on: not before somebody can bring what goes to the cold disk."""
+        for store in self.stores.values():
+            store.begin_evicting()
 
     @property
     def capacity(self) -> int:
@@ -90,28 +98,48 @@ class Tiers:
                     found[at] = tier
         return found
 
-    def put(self, key: BlockKey, body: memoryview) -> bool:
-        """Into the warm tier, unless it is there; True if it was not. It is pinned there afterwards. Full, TooLarge."""
+    def put(self, key: BlockKey, body: memoryview) -> None:
+        """Into the warm tier, unless it is there; it is pinned there afterwards. Full, TooLarge."""
+        self._stored(key, self.stores[Tier.WARM].put_pinned(key, body, _PUT_S), len(body))
+
+    def begin(self, tenant: str, size: int) -> Incoming:
+        """A value that comes in. Full, TooLarge."""
+        try:
+            incoming = self.stores[Tier.WARM].begin_put(size, tenant, NAMESPACE, _PUT_S)
+        except OSError as error:
+            raise Full(f"the value cannot be stored: {error}", retry=True) from error
+        return self._refuse(incoming, size) if isinstance(incoming, str) else incoming
+
+    def publish(self, incoming: Incoming, key: BlockKey, size: int) -> None:
+        """It is all there: as put."""
+        self._stored(key, incoming.publish(key, _PUT_S), size)
+
+    def _stored(self, key: BlockKey, result: Result, size: int) -> None:
         store = self.stores[Tier.WARM]
-        result = store.put_pinned(key, body, _PUT_S)
         if result.outcome is Outcome.ERROR:
-            if result.reason == "too_large":
-                raise TooLarge(
-                    f"found: a value of {len(body)} bytes; needed: at most about {int(self._settings.capacity * 0.8)}"
-                    " (KV_ENGINE_CAPACITY_BYTES)"
-                )
-            raise Full(f"the value cannot be stored: {result.reason}", retry=result.reason in _PASSES)
+            self._refuse(result.reason, size)
         try:
             if self._settings.durability == "fsync":
                 store.sync(key)
         except OSError as error:
             store.unpin([key])
             raise Full(f"the value cannot be brought to the disk: {error}", retry=True) from error
-        return result.outcome is Outcome.STORED
+
+    def _refuse(self, reason: str, size: int) -> NoReturn:
+        if reason == "too_large":
+            raise TooLarge(
+                f"found: a value of {size} bytes; needed: at most about {int(self._settings.capacity * 0.8)}"
+                " (KV_ENGINE_CAPACITY_BYTES)"
+            )
+        raise Full(f"the value cannot be stored: {reason}", retry=reason in _PASSES)
 
     def pin(self, content: Content) -> bool:
         """Keep it where it is; False if it is not there (any more)."""
         return self.stores[content.tier].contains_and_pin([block_key(content.tenant, content.digest)])[0]
+
+    def serves(self, content: Content) -> bool:
+        """True if it is there and its disk answers, as far as memory knows."""
+        return self.stores[content.tier].contains([block_key(content.tenant, content.digest)])[0]
 
     def unpin(self, content: Content) -> None:
         """One holder less."""
@@ -124,11 +152,6 @@ class Tiers:
     def open(self, content: Content) -> PinnedBlock | None:
         """To read it."""
         return self.stores[content.tier].open_pinned(block_key(content.tenant, content.digest))
-
-    def delete(self, tier: Tier, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which are gone now; the others are in use or cannot be removed."""
-        results = self.stores[tier].delete(keys).result()
-        return [result.outcome in (Outcome.DELETED, Outcome.MISS) and not result.reason for result in results]
 
     def close(self, timeout_s: float) -> None:
         """Give all roots up."""

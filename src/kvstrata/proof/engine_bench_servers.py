@@ -17,7 +17,7 @@ from kvstrata.proof.engine_bench_client import Failed, Target, ready
 
 __all__ = ["EPISTEMIC_DURABLE", "HTTP", "REDIS", "REDIS_AOF", "RESP", "SERVERS", "Running", "Server"]
 
-HTTP, RESP = "kvstrata http", "kvstrata resp"
+HTTP, RESP = "engine http", "engine resp"
 REDIS, REDIS_AOF = "redis", "redis aof-always"
 EPISTEMIC_DURABLE = "epistemic durable"
 
@@ -161,8 +161,8 @@ def _epistemic(backend: str) -> Callable[[Path], Running]:
 SERVERS: tuple[Server, ...] = (
     Server(HTTP, _engine("http")),
     Server(RESP, _engine("resp")),
-    Server("kvstrata http tls", _engine("http", tls=True)),
-    Server("kvstrata http fsync", _engine("http", durability="fsync")),
+    Server("engine http tls", _engine("http", tls=True)),
+    Server("engine http fsync", _engine("http", durability="fsync")),
     Server(REDIS, _redis("--appendonly", "no")),
     Server(REDIS_AOF, _redis("--appendonly", "yes", "--appendfsync", "always", "--auto-aof-rewrite-percentage", "0")),
     Server(EPISTEMIC_DURABLE, _epistemic("durable")),

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from kvstrata.deploy.errors import KvError
+from kvstrata.proof.prom import parse
 
 __all__ = ["KvEngine"]
 
@@ -34,6 +35,15 @@ class KvEngine:
         """Blocks that were asked for and given since the engine's data began."""
         return int(self.stats().get("get_hits", 0))
 
+    def connections(self, protocol: str) -> int:
+        """Open now: "http" or "resp"."""
+        try:
+            answer = self._http.get("/metrics")
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise self._fault("/metrics", error) from None
+        return int(parse(answer.text).sum("kvstrata_engine_connections", protocol=protocol))
+
     def present(self, keys: Sequence[str]) -> list[bool]:
         """Which of LMCache's `keys` it has."""
         found: list[bool] = []
@@ -48,8 +58,11 @@ class KvEngine:
             answer.raise_for_status()
             return answer.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise KvError(
-                found=f"KV engine at {self.url}: {path}: {' '.join(str(error).split())[:200]}",
-                needed="an answer with status 200",
-                fix="make status; make logs ARGS=engine; the token is in data/secrets/engine-client/token",
-            ) from None
+            raise self._fault(path, error) from None
+
+    def _fault(self, path: str, error: Exception) -> KvError:
+        return KvError(
+            found=f"KV engine at {self.url}: {path}: {' '.join(str(error).split())[:200]}",
+            needed="an answer with status 200",
+            fix="make status; make logs ARGS=engine; the token is in data/secrets/engine-client/token",
+        )

@@ -100,6 +100,32 @@ class BlockIO:
             os.close(fd)
         return Written(existed, status.st_blocks * 512, stored_len, mtime_ns)
 
+    def unnamed(self) -> int:
+        """A descriptor of an empty file without a name, for `name`. OSError."""
+        return os.open(self._root, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE)
+
+    def name(self, fd: int, key: BlockKey, header: bytes) -> Written:
+        """Publish a file whose payload is complete: write its header, link it. OSError; then nothing is left."""
+        path = f"{self._root}/{key.path}"
+        folder = path[: path.rindex("/")]
+        os.pwrite(fd, header, 0)
+        status = os.fstat(fd)
+        if status.st_mode & 0o777 != _MODE:  # the umask; 0400 would be a pin
+            os.fchmod(fd, _MODE)
+        mtime_ns = self._clock()
+        os.utime(fd, ns=(mtime_ns, mtime_ns))
+        if not os.path.exists(folder):  # noqa: PTH110
+            make_folders(self._root, key)
+        if os.path.realpath(folder) != folder:
+            raise OSError(errno.ELOOP, "a symlink leads out of the root", path)
+        existed = not self._link(fd, key, path)
+        return Written(existed, status.st_blocks * 512, status.st_size - len(header), mtime_ns)
+
+    @property
+    def sub_bytes(self) -> int:
+        """Raw bytes with one checksum, where the block is not too large for that."""
+        return self._sub_bytes
+
     def open(self, key: BlockKey) -> OpenBlock:
         """The block of `key`, its header checked. Raises FileNotFoundError, BadBlock, OSError."""
         return open_block(f"{self._root}/{key.path}", key, self._scratch, self._direct)

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,8 @@ from kvstrata.store.capacity import ADMITTED, Capacity
 from kvstrata.store.codecs import CodecError
 from kvstrata.store.deadline import Outcome, Result
 from kvstrata.store.format import BadBlock
-from kvstrata.store.index import Claim, Index
+from kvstrata.store.incoming import Incoming
+from kvstrata.store.index import Claim, Index, Victim
 from kvstrata.store.keeper import Keeper
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.loads import error_word
@@ -28,11 +29,14 @@ from kvstrata.store.removal import Remover
 from kvstrata.store.root import Root
 from kvstrata.store.scan import size_on_disk
 from kvstrata.store.scratch import Scratch
+from kvstrata.store.stuck import Stuck
 from kvstrata.store.surroundings import Surroundings
 
 __all__ = ["Direct", "PinnedBlock"]
 
 _TRIES = 3
+_STRIKES = 2
+_STRIKES_KEPT = 1024
 _PAUSE_S = 0.001
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -67,7 +71,9 @@ class PinnedBlock:
         """
         try:
             for sub in range(first, self._block.header.sub_count):
-                yield self._block.checked(sub, room)
+                with self._direct.reads:
+                    piece = self._block.checked(sub, room)
+                yield piece
         except (BadBlock, OSError, CodecError) as error:
             self._direct.judge(self._entry, self.birth, error)
             raise
@@ -100,7 +106,12 @@ class Direct:
         surroundings: Surroundings,
         keeper: Keeper,
         remover: Remover,
+        reads: Stuck,
+        writes: Stuck,
     ) -> None:
+        self.reads = reads
+        self.writes = writes
+        self._strikes: dict[bytes, int] = {}
         self._root = root
         self._io = io
         self._index = index
@@ -118,7 +129,8 @@ class Direct:
             return None
         birth = self._index.birth(entry)
         try:
-            block = self._io.open(key)
+            with self.reads:
+                block = self._io.open(key)
         except (BadBlock, OSError) as error:
             try:
                 self.judge(entry, birth, error)
@@ -153,6 +165,31 @@ class Direct:
             self._remover.remove(self._index.take_bad(entry, birth), even_pinned=True)
         else:
             log.warning("block store: cannot read %s: %s", self._index.names.path(entry), error)
+            self._strike(entry, birth)
+
+    def _strike(self, entry: bytes, birth: int) -> None:
+        """A bad sector would make a promise that fails for ever, and keep a good copy out: the second time it goes."""
+        if len(self._strikes) >= _STRIKES_KEPT:
+            self._strikes.clear()
+        self._strikes[entry] = self._strikes.get(entry, 0) + 1
+        if self._strikes[entry] >= _STRIKES:
+            del self._strikes[entry]
+            self._remover.remove(self._index.take_bad(entry, birth))
+
+    # -- removing
+
+    def take(self, keys: Sequence[BlockKey]) -> tuple[list[Victim], list[BlockKey]]:
+        """Take blocks out, memory only: not found any more, and not to be stored anew until `remove` is done. Those
+        that are taken, and the keys of those that are in use.
+        """
+        names = self._index.names
+        victims = self._index.take([names.known(key) for key in keys])
+        left = self._index.contains([names.known(key) for key in keys])
+        return victims, [key for key, there in zip(keys, left, strict=True) if there]
+
+    def remove(self, victims: Sequence[Victim]) -> None:
+        """Remove the files of what was taken; what cannot be removed is there again."""
+        self._remover.remove(victims)
 
     # -- writing
 
@@ -188,14 +225,36 @@ class Direct:
 
     def _write(self, key: BlockKey, entry: bytes, source: memoryview, end: float) -> Result:
         """Of a claimed entry; the claim has ended afterwards."""
-        done: Written | None = None
+        answer = self._room(entry, len(source), len(key.namespace) + len(key.salt), end)
+        if answer != ADMITTED:
+            self._index.written(entry, None)
+            return Result(Outcome.ERROR, answer)
+        return self._end(key, entry, len(source), lambda: self._io.write(key, source, 1, UNLIMITED))
+
+    def finish(self, key: BlockKey, entry: bytes, fd: int, header: bytes) -> Result:
+        """The same for a file that is complete but for its header and name."""
+        return self._end(key, entry, len(header), lambda: self._io.name(fd, key, header))
+
+    def begin(self, size: int, names: int, deadline_s: float) -> Incoming | str:
+        """Room and a file for a block that comes in, else why not; `names`: bytes of namespace and salt. OSError."""
+        claim = Incoming.name()
+        self._index.claim([claim])
+        try:
+            answer = self._room(claim, size, names, time.monotonic() + deadline_s)
+            if answer != ADMITTED:
+                self._index.written(claim, None)
+                return answer
+            return Incoming(self, self._index, claim, self._io.unnamed(), size, self._io.sub_bytes)
+        except BaseException:
+            self._index.written(claim, None)
+            raise
+
+    def _end(self, key: BlockKey, entry: bytes, size: int, write: Callable[[], Written]) -> Result:
         nbytes, used_ns = None, 0
         try:
-            answer = self._room(key, entry, len(source), end)
-            if answer != ADMITTED:
-                return Result(Outcome.ERROR, answer)
             try:
-                done = self._try(key, source)
+                with self.writes:
+                    done = self._try(write)
             finally:
                 self._surroundings.around(entry)
             nbytes, used_ns = done.allocated, done.mtime_ns
@@ -207,7 +266,7 @@ class Direct:
                     nbytes, used_ns = size_on_disk(status), status.st_mtime_ns
         except OSError as error:
             if error.errno in _FULL:
-                self._capacity.short(len(source))
+                self._capacity.short(size)
             log.warning("block store: cannot store a block: %s", error)
             return Result(Outcome.ERROR, error_word(error))
         finally:
@@ -215,17 +274,17 @@ class Direct:
         self._keeper.new(entry)
         return Result(Outcome.STORED, nbytes=nbytes or 0)
 
-    def _room(self, key: BlockKey, entry: bytes, nbytes: int, end: float) -> str:
+    def _room(self, entry: bytes, nbytes: int, names: int, end: float) -> str:
         """ADMITTED, or why not."""
         waiting = _Answer()
-        room = self._capacity.room_for(nbytes, len(key.namespace) + len(key.salt))
+        room = self._capacity.room_for(nbytes, names)
         answer = self._capacity.admit(entry, room, waiting.give)
         return waiting.take(end) if answer is None else answer
 
-    def _try(self, key: BlockKey, source: memoryview) -> Written:
+    def _try(self, write: Callable[[], Written]) -> Written:
         for left in reversed(range(_TRIES)):
             try:
-                return self._io.write(key, source, 1, UNLIMITED)
+                return write()
             except OSError as error:
                 # EPERM: ext4's word for a directory that was removed after it was found (the evictor tidies).
                 if not left or error.errno not in (errno.ENOENT, errno.EPERM):
@@ -241,15 +300,17 @@ class _Answer:
     """
 
     def __init__(self) -> None:
-        self._ready = threading.Event()
+        # A bare lock: an Event would be most of what a put costs in Python, and hardly any put has to wait.
+        self._ready = threading.Lock()
+        self._ready.acquire()
         self._answer = ""
 
     def give(self, answer: str) -> None:
         self._answer = answer
-        self._ready.set()
+        self._ready.release()
 
     def take(self, end: float) -> str:
-        self._ready.wait()
-        if self._answer == ADMITTED and time.monotonic() > end:
-            return "deadline"
-        return self._answer
+        with self._ready:
+            if self._answer == ADMITTED and time.monotonic() > end:
+                return "deadline"
+            return self._answer

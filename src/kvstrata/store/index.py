@@ -162,6 +162,16 @@ class Index:
                     answer.append(Claim.MINE)
             return answer
 
+    def move_claim(self, entry: bytes, to: bytes) -> Claim:
+        """A claim and what is set aside for it pass to another entry, if that one may be claimed."""
+        with self._lock:
+            if to in self._slots or to in self._writing:
+                return Claim.PRESENT
+            if to in self._leaving:
+                return Claim.LEAVING
+            self._writing[to] = self._writing.pop(entry)
+            return Claim.MINE
+
     def reserve(self, entry: bytes, nbytes: int, limit: int) -> bool:
         """Set bytes aside for a claimed entry, if all the bytes then stay within the limit."""
         with self._lock:

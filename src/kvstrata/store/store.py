@@ -18,6 +18,7 @@ from kvstrata.store.entries import Entries
 from kvstrata.store.errors import StoreError
 from kvstrata.store.events import Events, NoEvents
 from kvstrata.store.health import Health
+from kvstrata.store.incoming import Incoming
 from kvstrata.store.index import Index
 from kvstrata.store.keeper import Keeper
 from kvstrata.store.keys import BlockKey
@@ -30,6 +31,7 @@ from kvstrata.store.root import Root, open_root
 from kvstrata.store.scan import scan_root
 from kvstrata.store.settings import StoreSettings
 from kvstrata.store.stores import Storer
+from kvstrata.store.stuck import Stuck
 from kvstrata.store.surroundings import Surroundings
 
 __all__ = ["BlockInfo", "BlockStore", "Outcome", "Result", "StoreError", "Usage"]
@@ -73,7 +75,10 @@ class BlockStore:
         self._watch = Watch(self._late)
         self._loader = Loader(io, self._index, self._remover, self._keeper, self._pool, settings.worker_count)
         self._storer = Storer(root, io, self._index, self._capacity, around, self._keeper, self._pool)
-        self._direct = Direct(root, io, self._index, self._capacity, around, self._keeper, self._remover)
+        self._reads, self._writes = Stuck(settings.load_deadline_s), Stuck(settings.store_deadline_s)
+        self._direct = Direct(
+            root, io, self._index, self._capacity, around, self._keeper, self._remover, self._reads, self._writes
+        )
         self._closed = False
 
     @classmethod
@@ -84,8 +89,12 @@ class BlockStore:
         progress: Callable[[int], None] | None = None,
         *,
         clock: Callable[[], int] = time.time_ns,
+        evicting: bool = True,
     ) -> BlockStore:
-        """Own the root, scan it (`progress`: blocks seen so far), evict down to the capacity. StoreError."""
+        """Own the root, scan it (`progress`: blocks seen so far), evict down to the capacity. StoreError.
+
+        `evicting` False: what is above the watermark stays, and puts may have to wait, until `begin_evicting`.
+        """
         root = open_root(settings)
         try:
             store = cls(settings, root, events or NoEvents(), clock)
@@ -94,6 +103,8 @@ class BlockStore:
             raise
         try:
             store._begin(progress)
+            if evicting:
+                store.begin_evicting()
         except BaseException:
             store.close()
             raise
@@ -115,20 +126,23 @@ class BlockStore:
         with suppress(Exception):
             self._events.scan_done(len(found.entries), seconds)
         self._capacity.shrink_at_start()
-        self._capacity.start()
         self._keeper.start()
+
+    def begin_evicting(self) -> None:
+        """Make room from now on; once."""
+        self._capacity.start()
 
     # -- memory only
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks are there; none while the disk is suspect."""
-        if self._closed or self._health.suspect:
+        if self._closed or self._suspect:
             return [False] * len(keys)
         return self._index.contains([self._names.known(key) for key in keys])
 
     def contains_and_pin(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks are there; those get one more holder each, and stay until `unpin` (or until found corrupt)."""
-        if self._closed or self._health.suspect:
+        if self._closed or self._suspect:
             return [False] * len(keys)
         return self._index.hold([self._names.known(key) for key in keys])
 
@@ -151,7 +165,7 @@ class BlockStore:
             blocks=counts.blocks,
             by_namespace=self._index.by_names(),
             free_on_device=self._keeper.free_on_device,
-            suspect=self._health.suspect,
+            suspect=self._suspect,
         )
 
     def scan(self, after: str | None = None, limit: int | None = None) -> Iterator[BlockInfo]:
@@ -207,17 +221,30 @@ class BlockStore:
         """put, of one block and in the caller's thread, which waits for the disk. After STORED and PRESENT the block
         has one more holder: `unpin`.
         """
-        if self._closed or self._health.puts_suspect:
+        if self._closed or self._puts_suspect:
             return Result(Outcome.ERROR, "closed" if self._closed else "suspect")
         return self._direct.put(key, source, self._settings.store_deadline_s if deadline_s is None else deadline_s)
 
+    def begin_put(self, size: int, salt: str, namespace: str, deadline_s: float) -> Incoming | str:
+        """Room for a block whose bytes come in, in the caller's thread; else the reason. OSError."""
+        if self._closed or self._puts_suspect:
+            return "closed" if self._closed else "suspect"
+        return self._direct.begin(size, len(namespace) + len(salt), deadline_s)
+
     def open_pinned(self, key: BlockKey) -> PinnedBlock | None:
         """A block to read in the caller's thread, piece by piece; None: a miss."""
-        return None if self._closed or self._health.suspect else self._direct.open(key)
+        return None if self._closed or self._suspect else self._direct.open(key)
 
     def open_leaving(self, key: BlockKey) -> PinnedBlock | None:
         """During `Events.on_evicting`, one of its blocks; None: it cannot be read."""
         return self._direct.open_leaving(key)
+
+    def delete_here(self, keys: Sequence[BlockKey]) -> tuple[Callable[[], None], list[BlockKey]]:
+        """delete in two steps. At once, in memory: the blocks are not there any more, but for those that are in use,
+        whose keys are in the answer. Then, by calling the first half of it, which waits for the disk: their files go.
+        """
+        victims, left = self._direct.take(keys)
+        return partial(self._direct.remove, victims), left
 
     def sync(self, key: BlockKey) -> None:
         """A block that is held survives a power failure afterwards. OSError."""
@@ -255,6 +282,14 @@ class BlockStore:
         self._root.close()
 
     # -- inside
+
+    @property
+    def _suspect(self) -> bool:
+        return self._health.suspect or bool(self._reads)
+
+    @property
+    def _puts_suspect(self) -> bool:
+        return self._health.puts_suspect or bool(self._reads) or bool(self._writes)
 
     def _batch(
         self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float, kind: int | None

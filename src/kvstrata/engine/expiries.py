@@ -1,0 +1,34 @@
+"""When which key ends."""
+
+from __future__ import annotations
+
+import heapq
+
+from kvstrata.engine.core import Core
+
+__all__ = ["Expiries"]
+
+
+class Expiries:
+    """Called under the engine's lock. Times are seconds since the epoch: they outlive the process."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._ends: list[tuple[float, str, bytes]] = []
+
+    def load(self) -> None:
+        """Take those in that the books know from the catalog."""
+        for name, of in self._core.books.tenants.items():
+            self._ends += [(ref.expires, name, key) for key, ref in of.refs.items() if ref.expires]
+        heapq.heapify(self._ends)
+
+    def add(self, expires: float, tenant: str, key: bytes) -> None:
+        """The key ends then, unless it is written anew."""
+        heapq.heappush(self._ends, (expires, tenant, key))
+
+    def end(self, now: float) -> None:
+        """End what is over."""
+        while self._ends and self._ends[0][0] <= now:
+            _, tenant, key = heapq.heappop(self._ends)
+            # It looks whether the key is over: it may have been written anew, with another end.
+            self._core.live(self._core.books.of(tenant), tenant, key)
