@@ -16,6 +16,7 @@ from kvstrata.observe import promtool
 from kvstrata.observe.catalog import all_metrics
 from kvstrata.observe.prometheus import Prometheus
 from tests.observability.synthetic import Target
+from tests.observability.watched import watched  # noqa: F401 - a fixture
 
 _CONFIG = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}

@@ -15,7 +15,7 @@ from tests.observability.conftest import Running
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-ALL = frozenset(Needs) - {Needs.NOTHING, Needs.EVENT}
+ALL = frozenset(Needs) - {Needs.NOTHING, Needs.EVENT, Needs.MOMENT}
 
 
 def test_every_name_and_every_panel_has_data_where_everything_is_exported(running: Running) -> None:

@@ -39,6 +39,8 @@ class Needs(Enum):
     REMOTE = "Path A (layer path-a)"
     ENGINE = "the kv engine (layer engine)"
     GPU = "an NVIDIA GPU and the DCGM exporter"
+    HANDLE = "a GPU: there the cache server moves the blocks itself and measures it; on a CPU vLLM does"
+    MOMENT = "work that is under way at the very moment of a push (every 10 s)"
     EVENT = "an event that a healthy run does not have"
 
 

@@ -23,6 +23,8 @@ __all__ = ["WINDOW_S", "Outcome", "PanelSeen", "TraceSearch", "parts_of", "run"]
 TraceSearch = Callable[[str], int]
 """TraceQL text -> number of traces found (kvstrata.observe.traces)."""
 _STEPS = 120
+_OF_HANDLES = '"mp.retrieve"'
+"""This span, too, is made only where the cache server moves the blocks."""
 WINDOW_S = 120
 
 
@@ -77,7 +79,7 @@ def parts_of(layers: Iterable[str], device: str) -> frozenset[Needs]:
     """What the stack of these compose layers is made of."""
     by_layer = {"nvme": Needs.STORE, "engine": Needs.ENGINE, "path-a": Needs.REMOTE}
     found = {by_layer[layer] for layer in layers if layer in by_layer}
-    return frozenset(found | ({Needs.GPU} if device != "cpu" else set()))
+    return frozenset(found | ({Needs.GPU, Needs.HANDLE} if device != "cpu" else set()))
 
 
 def run(
@@ -132,7 +134,9 @@ def _panels(
                 assert traces is not None
                 count = traces(query.expr)
                 samples, changed = samples + count, changed or count > 0
-                if not count:
+                if not count and _OF_HANDLES in query.expr and Needs.HANDLE not in parts:
+                    excuses.append(f"needs {Needs.HANDLE.value}")
+                elif not count:
                     wrong.append(f"no trace for {query.expr}")
                 continue
             try:

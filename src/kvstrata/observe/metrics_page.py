@@ -56,5 +56,6 @@ def text(live: Mapping[str, int] | None = None) -> str:
 def _row(metric: Metric, live: Mapping[str, int] | None) -> str:
     kind = metric.kind.value + (", lazy" if metric.lazy and metric.kind is Kind.COUNTER else "")
     labels = ", ".join(f"`{label}`" for label in metric.labels)
+    needs = f" Needs {metric.needs.value}." if metric.needs in (Needs.HANDLE, Needs.MOMENT, Needs.EVENT) else ""
     found = "" if live is None else f" {sum(live.get(series, 0) for series in series_of(metric))} |"
-    return f"| `{metric.name}` | {kind} | {metric.unit} | {labels} | {metric.meaning} |{found}\n"
+    return f"| `{metric.name}` | {kind} | {metric.unit} | {labels} | {metric.meaning}{needs} |{found}\n"

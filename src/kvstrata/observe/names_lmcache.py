@@ -117,6 +117,14 @@ _EAGER = frozenset(
     {"lmcache_mp_l1_eviction_loop_ticks_total", "lmcache_mp_event_bus_dropped_events_total"}
     | {name for name, kind, _, _ in _ROWS if kind is _G}
 )
+_MOMENTARY = (
+    "lmcache_mp_num_inflight_l2_stores", "lmcache_mp_num_inflight_l2_loads",
+    "lmcache_mp_inflight_load_memory_usage_bytes",
+)  # fmt: skip
+_OF_HANDLES = (
+    "lmcache_mp_l0_l1_store_throughput_GB_per_second", "lmcache_mp_l0_l1_load_throughput_GB_per_second",
+    "lmcache_mp_num_chunks_loaded_total",
+)  # fmt: skip
 _RARE = dict.fromkeys(
     (
         "lmcache_mp_l1_allocation_failure_chunks_total", "lmcache_mp_l1_read_failure_chunks_total",
@@ -126,10 +134,12 @@ _RARE = dict.fromkeys(
     Needs.EVENT,
 )  # fmt: skip
 
+_NEEDS = _RARE | dict.fromkeys(_MOMENTARY, Needs.MOMENT) | dict.fromkeys(_OF_HANDLES, Needs.HANDLE)
+
 METRICS = table(
     "LMCache 0.5.3",
     _ROWS,
     labels=_LABELS,
-    lazy=frozenset(name for name, *_ in _ROWS if name not in _EAGER),
-    needs=_RARE,
+    lazy=frozenset(name for name, *_ in _ROWS if name not in _EAGER) | frozenset(_MOMENTARY),
+    needs=_NEEDS,
 )

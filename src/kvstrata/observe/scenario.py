@@ -23,7 +23,7 @@ __all__ = ["Script", "run"]
 
 _PUSHED_AND_SCRAPED_S = 25.0
 """LMCache pushes every 10 s and Prometheus scrapes every 10 s: a figure is seen within this time."""
-_MOST_FILLERS = 400
+_MOST_FILLERS = 160
 _ANSWER = 4
 
 
@@ -115,16 +115,19 @@ class Script:
         self.ask([prompt])
 
     def evict(self) -> None:
-        """Fill until L1 has evicted, and what it threw out came back."""
+        """Fill until L1 and the block store have evicted, and what L1 threw out came back."""
         first = [self.prompt(4) for _ in range(3)]
         self.ask(first)
-        evicted = self.lmcache.samples().sum("lmcache_mp_l1_evicted_chunks_total")
+        names = ["lmcache_mp_l1_evicted_chunks_total"] + ["kvstrata_store_evictions_total"] * bool(self.store_root)
+        before = {name: self.lmcache.samples().sum(name) for name in names}
         for count in range(_MOST_FILLERS):
             self.ask([self.prompt(4)])
-            if count % 8 == 7 and self.lmcache.samples().sum("lmcache_mp_l1_evicted_chunks_total") > evicted + 12:
-                break
+            if count % 8 == 7:
+                now = self.lmcache.samples()
+                if all(now.sum(name) > before[name] + 12 for name in names):
+                    break
         else:
-            self.note(f"L1 evicted nothing within {_MOST_FILLERS} prompts; a smaller KV_L1_GB would")
+            self.note(f"no eviction from every tier within {_MOST_FILLERS} prompts: smaller KV_L1_GB, KV_L2_GB")
         self.ask(first)
 
     def restart_lmcache(self) -> None:

@@ -1,7 +1,7 @@
 """LMCache 0.5.3: the panels of its official dashboard whose metrics exist, remapped where they do not.
 
 Gone without a replacement: CacheBlend (not switched on here), MP transfer phases and in-flight GPU copies (0.5.3 does
-not measure them). Titles are ours.
+not measure them). L0's reuse gap exists and cannot move beside vLLM's prefix cache, which reports new blocks only.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ def _health() -> tuple[Panel, ...]:
         ),
         lines(
             "Under way",
-            Query(f"sum(lmcache_mp_num_inflight_l2_stores{host()})", "stores to L2"),
-            Query(f"sum(lmcache_mp_num_inflight_l2_loads{host()})", "loads from L2"),
+            Query(zero(f"sum(lmcache_mp_num_inflight_l2_stores{host()})"), "stores to L2"),
+            Query(zero(f"sum(lmcache_mp_num_inflight_l2_loads{host()})"), "loads from L2"),
             Query(f"sum(lmcache_mp_active_prefetch_jobs{host()})", "lookups that wait for L2"),
             tells="Work that has begun and not ended.", normal="Goes back to 0.",
             otherwise="a step that stays: a disk that does not answer.", runbook="l2-stores-fail",
         ),
         lines(
-            "L1 memory of loads under way", Query(f"sum(lmcache_mp_inflight_load_memory_usage_bytes{host()})",
+            "L1 memory of loads under way", Query(zero(f"sum(lmcache_mp_inflight_load_memory_usage_bytes{host()})"),
             "reserved"),
             unit="bytes",
             tells="L1 memory that loads from L2 have reserved.", normal="Goes back to 0.",
@@ -235,9 +235,6 @@ def _insight() -> tuple[Panel, ...]:
         life("L0 idle before eviction", "lmcache_mp_l0_block_idle_before_evict_seconds",
              "How long a block of vLLM lay unused before it went.", "Minutes.",
              "seconds: L0 holds little more than what runs.", ""),
-        life("L0 reuse gap", "lmcache_mp_l0_block_reuse_gap_seconds",
-             "Time between two requests that use a block.", "Depends on the traffic.",
-             "longer than the lifetime: reuse comes too late for L0.", ""),
         life("L1 chunk lifetime", "lmcache_mp_l1_chunk_lifetime_seconds",
              "How long a chunk stays in RAM.", "Minutes to hours.", small, "l1-thrash"),
         life("L1 idle before eviction", "lmcache_mp_l1_chunk_idle_before_evict_seconds",
