@@ -126,7 +126,8 @@ def _figures(ask: _Asker) -> list[Figure]:
     )
     passed, when = ask.one("min(kvstrata_proof_passed)"), ask.one("max(kvstrata_proof_timestamp_seconds)")
     proof = "none yet" if passed is None or when is None else "passed" if passed else "FAILED"
-    age = "" if when is None else f"{svg.human(max(ask.end - when, 0) / 3600, '')} h ago"
+    seconds = max(ask.end - (when or 0), 0)
+    age = "" if when is None else f"{seconds / 3600:.0f} h ago" if seconds > 7200 else f"{svg.human(seconds, 's')} ago"
     corrupt = ask.one(growth("kvstrata_store_corrupt_total", ""))
     share = ask.one(ratio(cached, growth("vllm:prompt_tokens_total", "")))
     return [

@@ -48,7 +48,7 @@ def _scaled(value: float, base: float, units: Sequence[str]) -> str:
     at = 0
     while abs(value) >= base and at < len(units) - 1:
         value, at = value / base, at + 1
-    digits = 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 1 else 2
+    digits = 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 1 else 2 if abs(value) >= 0.1 else 3
     return f"{value:.{digits}f} {units[at]}"
 
 
