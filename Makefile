@@ -43,6 +43,12 @@ store: ## Blocks on disk: list, check, make room, pin (ARGS=ls, namespaces, repo
 size: ## Disk space of a model's KV cache (ARGS="--model DIR --tokens N", --common)
 	@$(KV) size $(ARGS)
 
+report: ## One HTML page with plots of the last hours (ARGS="--hours 24"); needs KV_OBSERVABILITY=1
+	@$(KV) report $(ARGS)
+
+observe: ## Every name and panel against the running Prometheus (ARGS=check, scenario, metrics)
+	@$(KV) observe $(ARGS)
+
 rollback: ## Back to the plain vLLM; the cache on disk stays for the next `make up`
 	@$(KV) rollback $(ARGS)
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from kvstrata.proof import prom
 from tests.observability.watched import Watched
 from tests.stack.hardening import findings
 from tests.stack.harness import chunks, prompt, wait_until
 from tests.stack.test_hardening import exceptions
-
-from kvstrata.proof import prom
 
 pytestmark = pytest.mark.stack
 JOBS = {

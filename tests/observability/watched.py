@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.stack.harness import Stack, free_ports, wait_until
 
 from kvstrata.deploy import engine
 from kvstrata.deploy.steps import Steps
+from tests.stack.harness import Stack, free_ports, wait_until
 
 __all__ = ["Watched", "watched"]
 
