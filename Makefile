@@ -1,6 +1,7 @@
 # Every verb is one line: it makes .venv if need be and calls `kvstrata <verb>`. Options: make verify ARGS="--live".
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs plan verify bench bench-store bench-engine engine store size rollback build pull test test-fast test-observability soak lint
+.PHONY: help up down status logs plan verify bench bench-store bench-engine engine store size report observe rollback build pull test \
+	test-fast test-observability soak lint
 ARGS ?=
 KV := scripts/bootstrap kvstrata
 
