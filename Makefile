@@ -1,11 +1,12 @@
 # Every verb is one line: it makes .venv if need be and calls `kvstrata <verb>`. Options: make verify ARGS="--live".
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs plan verify bench bench-store bench-engine engine store size rollback build pull test test-fast soak lint
+.PHONY: help up down status logs plan verify bench bench-store bench-engine engine store size report observe rollback build pull test \
+	test-fast test-observability soak lint
 ARGS ?=
 KV := scripts/bootstrap kvstrata
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: ## Everything from nothing to a running, proven stack; safe to repeat
 	@$(KV) up $(ARGS)
@@ -43,6 +44,12 @@ store: ## Blocks on disk: list, check, make room, pin (ARGS=ls, namespaces, repo
 size: ## Disk space of a model's KV cache (ARGS="--model DIR --tokens N", --common)
 	@$(KV) size $(ARGS)
 
+report: ## One HTML page with plots of the last hours (ARGS="--hours 24"); needs KV_OBSERVABILITY=1
+	@$(KV) report $(ARGS)
+
+observe: ## Every name and panel against the running Prometheus (ARGS=check, scenario, metrics)
+	@$(KV) observe $(ARGS)
+
 rollback: ## Back to the plain vLLM; the cache on disk stays for the next `make up`
 	@$(KV) rollback $(ARGS)
 
@@ -57,6 +64,9 @@ test: ## All tests, the running stack included; from nothing
 
 test-fast: ## The tests that need no engine and no more than a minute
 	@scripts/bootstrap --dev pytest -q -m "not slow and not docker and not stack" tests/unit tests/compose $(ARGS)
+
+test-observability: ## A stack that is watched: targets, traces, failures of what watches
+	@scripts/bootstrap --dev pytest -q tests/observability $(ARGS)
 
 soak: ## 20 rounds of each failure, and make up on a bare machine; not part of the tests, takes an hour
 	@KVSTRATA_ROUNDS=20 scripts/test -s tests/soak tests/stack/test_survival.py $(ARGS)

@@ -42,9 +42,9 @@ def steps() -> list[tuple[str, list[str]]]:
     ]
     if (ROOT / "tests/compose").is_dir():
         checks.append(("compose", ["pytest", "-q", "--no-header", "tests/compose"]))
-    rules = tracked("observability/*rules*.y*ml")
+    rules = tracked("observability/prometheus/rules/*.yaml")
     if rules:
-        checks.append(("promtool", ["promtool", "check", "rules", *rules]))
+        checks.append(("promtool", [sys.executable, "-m", "kvstrata.observe.promtool", "check", "rules", *rules]))
     return checks
 
 

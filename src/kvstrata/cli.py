@@ -20,6 +20,7 @@ from kvstrata.deploy import envfile, images, lock, settings, status, turn, up
 from kvstrata.deploy.compose import Compose
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.steps import Steps
+from kvstrata.observe import cli as observe_cli
 
 __all__ = ["app", "main"]
 
@@ -45,6 +46,8 @@ def _settings() -> settings.Settings:
 
 app.add_typer(store_cli.make_app(_settings), name="store")
 app.add_typer(engine_cli.make_app(), name="engine")
+app.add_typer(observe_cli.make_app(_settings, _root), name="observe")
+app.command("report")(observe_cli.make_report(_settings, _root))
 
 
 def _print_json(data: Any) -> None:

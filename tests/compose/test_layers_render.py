@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ STACKS = layers.all_combinations(ROOT)
 Model = dict[str, Any]
 
 #: Hardening that is not given, and why. tests/stack reads the same rules from the running containers.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS = {
+    (row["service"], row["rule"]): row["reason"]
+    for row in tomllib.loads((ROOT / "compose" / "exceptions.toml").read_text())["exception"]
+}
 
 
 def ids(files: list[Path]) -> str:
@@ -108,10 +112,14 @@ def test_every_stack_is_loopback_only_hardened_and_whole(model: Model) -> None:
 def test_services_and_networks_are_those_of_the_layers(compose: Version, checkout: Checkout, files: list[Path]) -> None:
     services = compose.config(checkout(files))["services"]
     names = {path.stem for path in files}
+    watched = "observability" in names
     expected = (
         {"vllm"}
         | ({"lmcache", "proxy"} if "lmcache" in names else set())
         | ({"ns"} if "nvidia-lmcache" in names else set())
+        | ({"otlp", "otelcol", "prometheus", "alertmanager", "traces", "node-exporter"} if watched else set())
+        | ({"grafana"} if "grafana" in names else set())
+        | ({"gpu-exporter"} if "gpu-metrics" in names else set())
         | ({"engine"} if "engine" in names else set())
     )
     assert set(services) == expected
@@ -123,7 +131,11 @@ def test_services_and_networks_are_those_of_the_layers(compose: Version, checkou
     remote = {"path-a", "path-b"} & names
     assert networks["lmcache"] == (["kv", "store"] if remote else ["kv"])
     if "engine" in names:
-        assert networks["engine"] == ["engine", "store"]
+        assert networks["engine"] == ["engine", "mgmt", "store"]
+    if watched:
+        # Nobody but these two is on the network of ZMQ, and of LMCache's L2: what they push goes over a socket.
+        assert networks["otlp"] == networks["otelcol"] == networks["node-exporter"] == ["obs"]
+        assert networks["prometheus"] == ["front", "mgmt", "obs"]
     assert networks["proxy"] == ["mgmt"]
     assert not services["lmcache"].get("ports"), "neither ZMQ nor LMCache's HTTP is ever published"
     holders = {n for n, s in services.items() if any(m.get("source") == "lmcache-http" for m in s.get("volumes", []))}

@@ -68,7 +68,7 @@ RULES: dict[str, Callable[[Container], bool]] = {
     ),
     "no_secret_in_env": lambda c: (
         not any(
-            word in item.split("=", 1)[0].upper()
+            word in item.split("=", 1)[0].upper() and not item.split("=", 1)[0].endswith("_FILE")  # a path
             for item in c["Config"]["Env"]
             for word in ("TOKEN", "PASSWORD", "SECRET")
         )

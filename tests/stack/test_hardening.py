@@ -26,7 +26,7 @@ def test_every_container_keeps_every_rule(stack: Stack) -> None:
     containers = stack.containers()
     assert set(containers) == {"vllm", "lmcache", "proxy"}
     broken = {(service, rule) for service, c in containers.items() for rule in findings(c)}
-    assert broken == exceptions()
+    assert broken == {(service, rule) for service, rule in exceptions() if service in containers}
 
 
 def test_a_planted_violation_is_caught(stack: Stack) -> None:

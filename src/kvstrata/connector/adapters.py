@@ -87,6 +87,7 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
         except Exception:
             # Only this request goes without the cache; upstream the engine dies (a bad salt did that to 0.5.3).
             logger.exception("kvstrata: lookup of %s failed; served without the cache", request_id)
+            self._report.lost("lookup")
 
     def check_lookup_result(self, request_id: str) -> int | None:
         result: int | None = super().check_lookup_result(request_id)
@@ -97,6 +98,7 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
         if time.monotonic() - started < _LOOKUP_DEADLINE_S:
             return None
         logger.error("kvstrata: prefetch of %s took over %.0f s; counted as a miss", request_id, _LOOKUP_DEADLINE_S)
+        self._report.lost("lookup")
         self._finished_lookup_results[request_id] = 0
         self._lookup_started.pop(request_id, None)
         return 0
@@ -250,6 +252,7 @@ class GuardedWorkerAdapter(mpa.LMCacheMPWorkerAdapter):  # type: ignore[misc]
         logger.warning("kvstrata: %s of %s failed (%s); counted as a miss", what, request_id, error or "server said no")
         self._health_event.clear()
         self._ensure_heartbeat_started()
+        self._report.lost(what)
         self._tell()
 
     def _tell(self) -> None:

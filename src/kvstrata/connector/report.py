@@ -6,6 +6,7 @@ A report can only be written by a loaded guard, so a missing or stale file means
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ class GuardReport:
         self._fields = {"role": role, "pid": os.getpid(), **fields}
         self._lock = threading.Lock()
 
+    def lost(self, what: str) -> None:
+        """Count a store, retrieve or lookup that the server did not answer."""
+        with self._lock:
+            counts = dict(self._fields.get("lost", {}))
+        self.update(lost={**counts, what: counts.get(what, 0) + 1})
+
     def update(self, **fields: Any) -> None:
+        if fields.get("healthy"):
+            fields["beat"] = round(time.time(), 1)  # when the server was last known to answer
         with self._lock:
             changed = {k: v for k, v in fields.items() if self._fields.get(k, self) != v}
             if not changed and self._path.exists():

@@ -22,6 +22,9 @@ def port_findings(settings: Settings, ours: Collection[int]) -> list[Finding]:
         wanted["KV_METRICS_PORT"] = settings.metrics_port
     if settings.has_engine:
         wanted["KV_ENGINE_PORT"] = settings.engine_port
+    if settings.observes:
+        no_grafana = settings.image_source != "pull"
+        wanted |= {k: p for k, p in settings.watch_ports.items() if not (no_grafana and k == "KV_GRAFANA_PORT")}
     result = []
     for knob, port in wanted.items():
         if port in ours:

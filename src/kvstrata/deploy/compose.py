@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -60,12 +60,13 @@ class Compose:
         services: Sequence[str] | None = None,
         on_note: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        """Start or update the stack and wait until all of it is healthy (seconds; default KV_WAIT_TIMEOUT).
+        """Start or update the stack, or `services` of it, and wait until that is healthy (seconds; KV_WAIT_TIMEOUT).
 
         Unchanged services are not touched; services of layers that were taken out are removed. A service in the
         launcher's failed state ends the wait at once. Raises StackFailed. `on_note` gets progress at each look.
         """
-        for state, _ in self._failed(self._states()):  # an earlier failure: a new container is a new try
+        only = frozenset(services or ())
+        for state, _ in self._failed(self._states(only)):  # an earlier failure: a new container is a new try
             self._docker("rm", "-f", state.container_id)
         args = [*self._command, *self._up_args(wait_timeout), *(services or ())]
         with tempfile.TemporaryFile(mode="w+") as output:
@@ -73,7 +74,7 @@ class Compose:
                 args, cwd=self._root, env=self._env(), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
             try:
-                self._watch(process, on_note)
+                self._watch(process, on_note, only)
             except BaseException:
                 process.send_signal(signal.SIGINT)
                 process.wait()
@@ -83,8 +84,8 @@ class Compose:
         if process.returncode in INTERRUPTED:  # a Ctrl-C that reached compose alone
             raise KeyboardInterrupt
         # Compose 2.26 ends with 0 when the wait timed out, so its word alone does not count.
-        if process.returncode != 0 or not all(state.ok for state in self._states()):
-            raise self._why(text)
+        if process.returncode != 0 or not all(state.ok for state in self._states(only)):
+            raise self._why(text, only)
         self._drop_old_pools()
         self._drop_old_networks()
 
@@ -92,6 +93,10 @@ class Compose:
         """Stop and remove the containers and networks. Volumes and data folders stay."""
         self._compose("down", "--remove-orphans")
         self._drop_old_networks()
+
+    def services(self) -> list[str]:
+        """Names of all services of the compose files, running or not."""
+        return self._compose("config", "--services").stdout.split()
 
     def ps(self) -> list[ServiceState]:
         """All containers of the project, stopped ones too, by service name."""
@@ -209,22 +214,22 @@ class Compose:
             raise CommandFailed(argv, done.returncode, done.stdout + done.stderr)
         return done
 
-    def _watch(self, process: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], note: Callable[[str], None], only: Set[str]) -> None:
         """Until compose ends. A container that says why it cannot run ends it early."""
         started = time.monotonic()
         while process.poll() is None:
             try:
                 process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
-                states = self._states()
+                states = self._states(only)
                 for state, reason in self._failed(states):
                     raise self._stack_failed(state, reason) from None
                 waiting = [state.service for state in states if not state.ok]
                 note(f"{time.monotonic() - started:.0f} s, waiting for {', '.join(waiting) or 'compose'}")
 
-    def _why(self, output: str) -> StackFailed:
+    def _why(self, output: str, only: Set[str]) -> StackFailed:
         """Turn a failed `up` into the service that is to blame, its log and the likely cause."""
-        states = self._states()
+        states = self._states(only)
         for state, reason in self._failed(states):
             return self._stack_failed(state, reason)
         bad = [state for state in states if not state.ok]
@@ -249,9 +254,11 @@ class Compose:
                               text=True, errors="replace", check=False)  # fmt: skip
         return done.stdout
 
-    def _states(self) -> list[ServiceState]:
+    def _states(self, only: Set[str] = frozenset()) -> list[ServiceState]:
+        """Of these services; of all where none is named."""
         done = self._compose("ps", "--all", "--format", "json", check=False)
-        return parse_ps(done.stdout) if done.returncode == 0 else []
+        found = parse_ps(done.stdout) if done.returncode == 0 else []
+        return [state for state in found if not only or state.service in only]
 
     def _failed(self, states: Sequence[ServiceState]) -> list[tuple[ServiceState, str]]:
         """Those of `states` whose last health check carried the launcher's reason, with it."""

@@ -162,7 +162,7 @@ def _open(settings: Settings) -> tuple[Path, ...]:
 
 def _ours(folder: Path) -> bool:
     """Empty, or holding nothing but what this deployment puts there."""
-    ours = {"store", "fs", "engine", "salt_key", kv_engine.SERVER, kv_engine.CLIENT}
+    ours = {"store", "fs", "engine", "salt_key", kv_engine.SERVER, kv_engine.CLIENT, "prometheus", "grafana"}
     return {path.name for path in folder.iterdir()} <= ours
 
 

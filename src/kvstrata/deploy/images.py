@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,19 @@ from kvstrata.deploy.lock import Image, Lock, Pair, load, registry_digest
 from kvstrata.deploy.shell import run, run_lines
 from kvstrata.deploy.steps import Step, Steps
 
-__all__ = ["ImageSet", "ImageSettings", "bake", "build", "decide_source", "ensure", "pull", "tags"]
+__all__ = [
+    "ImageSet",
+    "ImageSettings",
+    "bake",
+    "build",
+    "decide_source",
+    "ensure",
+    "present",
+    "pull",
+    "pull_one",
+    "run_bake",
+    "tags",
+]
 
 NAMES = ("vllm", "proxy")
 """Of every stack. The KV engine's image comes with its layer only."""
@@ -95,18 +107,18 @@ def pull(settings: ImageSettings, steps: Steps) -> ImageSet:
     """Pull every image by its digest. KvError for an unresolved digest, or where the registry does not answer."""
     images = {image.name: image.pinned(settings.registry) for image in _locked(load(settings.root), settings)}
     with steps.step("Images, pulled") as step:
-        fetched = [name for name, ref in images.items() if pull_one(ref, step)]
+        fetched = [name for name, ref in images.items() if pull_one(ref, step.note)]
         step.done(", ".join(fetched) if fetched else "all present")
     return ImageSet(images["vllm"], images["vllm"], images["proxy"], "missing", "pull", images.get("engine", ""))
 
 
-def pull_one(ref: str, step: Step) -> bool:
+def pull_one(ref: str, note: Callable[[str], None]) -> bool:
     """Pull `ref` (by digest) unless it is there; True when it was fetched."""
-    if _present(ref):
+    if present(ref):
         return False
-    step.note(f"pulling {ref}")
+    note(f"pulling {ref}")
     try:
-        run_lines(["docker", "pull", ref], step.note)
+        run_lines(["docker", "pull", ref], note)
     except CommandFailed as failed:
         raise KvError(
             found=f"docker pull {ref}: {' '.join(failed.output.split()[-25:])}",
@@ -116,7 +128,8 @@ def pull_one(ref: str, step: Step) -> bool:
     return True
 
 
-def _present(ref: str) -> bool:
+def present(ref: str) -> bool:
+    """The image is on this engine."""
     return run(["docker", "image", "inspect", "--format", "{{.Id}}", ref], check=False).returncode == 0
 
 
@@ -127,7 +140,7 @@ def build(settings: ImageSettings, steps: Steps) -> ImageSet:
     with steps.step("Images, built here") as step:
         base = base_image(settings, lock, pair, step)
         wanted = tags(settings.root, settings.device, base, pair)
-        missing = [name for name in _names(settings) if not _present(wanted[name])]
+        missing = [name for name in _names(settings) if not present(wanted[name])]
         if missing:
             bake(settings, pair, base, wanted, missing, step)
         step.done(f"{wanted['vllm']}" + (f" ({' and '.join(missing)} now)" if missing else " (unchanged)"))
@@ -140,7 +153,7 @@ def base_image(settings: ImageSettings, lock: Lock, pair: Pair, step: Step) -> s
     if settings.base_image:
         return settings.base_image
     locked = lock.base(f"python-{pair.python}")
-    if locked.resolved and (_present(locked.pinned()) or registry_digest(locked.pinned()) is not None):
+    if locked.resolved and (present(locked.pinned()) or registry_digest(locked.pinned()) is not None):
         return locked.pinned()
     if pair.python != image_base.PYTHON:
         raise KvError(
@@ -167,12 +180,6 @@ def tags(root: Path, device: str, base: str, pair: Pair) -> dict[str, str]:
 def bake(
     settings: ImageSettings, pair: Pair, base: str, wanted: dict[str, str], missing: list[str], step: Step
 ) -> None:
-    if run(["docker", "buildx", "version"], check=False).returncode != 0:
-        raise KvError(
-            found="no buildx plugin beside the Docker Engine",
-            needed="`docker buildx bake`, to build the images",
-            fix="apt-get install docker-buildx   # docker-buildx-plugin with Docker's own packages",
-        )
     env = {
         "BASE_IMAGE": base,
         "DEVICE": "cpu" if settings.device == "cpu" else "nvidia",
@@ -180,13 +187,29 @@ def bake(
         "VLLM_TAG": wanted["vllm"],
         "PROXY_TAG": wanted["proxy"],
         "ENGINE_TAG": wanted["engine"],
+    }
+    run_bake(settings, BAKE_FILE, env, missing, step.note)
+
+
+def run_bake(
+    settings: ImageSettings, file: str, variables: Mapping[str, str], wanted: list[str], note: Callable[[str], None]
+) -> None:
+    """`docker buildx bake` of these targets. KvError with the failing step's lines."""
+    if run(["docker", "buildx", "version"], check=False).returncode != 0:
+        raise KvError(
+            found="no buildx plugin beside the Docker Engine",
+            needed="`docker buildx bake`, to build the images",
+            fix="apt-get install docker-buildx   # docker-buildx-plugin with Docker's own packages",
+        )
+    env = {
+        **variables,
         "CA_BUNDLE": str(ca_bundle(settings) or ""),
         "PIP_CONF": str(pip_conf() or ""),
         "BUILDX_NO_DEFAULT_ATTESTATIONS": "1",
     }
-    command = ["docker", "buildx", "bake", "--progress=plain", "-f", BAKE_FILE, *missing]
+    command = ["docker", "buildx", "bake", "--progress=plain", "-f", file, *wanted]
     try:
-        run_lines(command, lambda line: step.note(short_note(line)), env=env, cwd=str(settings.root))
+        run_lines(command, lambda line: note(short_note(line)), env=env, cwd=str(settings.root))
     except CommandFailed as failed:
         raise KvError(
             found=f"`{' '.join(command)}` failed:\n{failed_lines(failed.output)}",

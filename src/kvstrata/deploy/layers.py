@@ -19,6 +19,7 @@ from kvstrata.deploy.settings import Settings
 
 __all__ = [
     "DEVICE_LAYERS",
+    "OBSERVABILITY",
     "Layer",
     "all_combinations",
     "check",
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 BASE, CACHE = "vllm", "lmcache"
+
+#: Not for KV_LAYERS: KV_OBSERVABILITY chooses them. The first runs everywhere; the others only where images are pulled.
+OBSERVABILITY = ("observability", "grafana", "gpu-metrics")
 
 #: Device -> (layer for vLLM alone, layers that are added when the cache runs).
 DEVICE_LAYERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -70,7 +74,7 @@ def load(path: Path) -> Layer:
 
 def selectable(root: Path) -> tuple[str, ...]:
     """Names that KV_LAYERS may hold: every file of compose/ that is neither the base, the cache nor a device."""
-    fixed = {BASE, CACHE}.union(*({own, *extra} for own, extra in DEVICE_LAYERS.values()))
+    fixed = {BASE, CACHE, *OBSERVABILITY}.union(*({own, *extra} for own, extra in DEVICE_LAYERS.values()))
     return tuple(sorted(p.stem for p in (root / "compose").glob("*.yaml") if p.stem not in fixed))
 
 
@@ -92,7 +96,7 @@ def resolve(settings: Settings) -> list[Path]:
     if settings.device not in DEVICE_LAYERS:
         raise KvError("KV_DEVICE is blank", "one of " + ", ".join(DEVICE_LAYERS),
                       "run `make up`, which looks and stores it, or set KV_DEVICE in .env")  # fmt: skip
-    names = _names(settings.device, settings.persist, settings.layers)
+    names = _names(settings.device, settings.persist, settings.layers, _observability(settings))
     files = [settings.root / "compose" / f"{name}.yaml" for name in names]
     check(files)
     return files
@@ -144,7 +148,8 @@ def compose_file(root: Path, files: Iterable[Path]) -> str:
 
 
 def all_combinations(root: Path) -> list[list[Path]]:
-    """Every stack that settings can ask for: each device, without the cache and with each subset of the storage layers.
+    """Every stack that settings can ask for: each device, without the cache and with each subset of the storage layers,
+    unwatched and watched.
 
     Subsets that lack what one of their layers needs are left out: `resolve` refuses them.
     """
@@ -152,7 +157,11 @@ def all_combinations(root: Path) -> list[list[Path]]:
     names = selectable(root)
     subsets = [s for size in range(len(names) + 1) for s in itertools.combinations(names, size)]
     for device in DEVICE_LAYERS:
-        stacks = [_names(device, False, ())] + [_names(device, True, subset) for subset in subsets]
+        watched = OBSERVABILITY if device != "cpu" else OBSERVABILITY[:2]
+        stacks = [_names(device, False, ())]
+        stacks += [_names(device, True, subset) for subset in subsets]
+        # The device layers touch nothing of observability's: with one storage each is enough.
+        stacks += [_names(device, True, subset, watched) for subset in subsets if device == "cpu" or not subset]
         for stack in stacks:
             files = [root / "compose" / f"{name}.yaml" for name in stack]
             try:
@@ -163,6 +172,14 @@ def all_combinations(root: Path) -> list[list[Path]]:
     return found
 
 
-def _names(device: str, persist: bool, chosen: Iterable[str]) -> list[str]:
+def _observability(settings: Settings) -> tuple[str, ...]:
+    if not settings.observes:
+        return ()
+    if settings.image_source != "pull":
+        return OBSERVABILITY[:1]
+    return OBSERVABILITY[:2] if settings.device == "cpu" else OBSERVABILITY
+
+
+def _names(device: str, persist: bool, chosen: Iterable[str], watched: Iterable[str] = ()) -> list[str]:
     own, extra = DEVICE_LAYERS[device]
-    return [BASE, CACHE, *chosen, own, *extra] if persist else [BASE, own]
+    return [BASE, CACHE, *chosen, *watched, own, *extra] if persist else [BASE, own]

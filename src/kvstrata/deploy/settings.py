@@ -34,6 +34,8 @@ USER_KEYS: Mapping[str, str] = {
     "KV_STORE_CLASSES": "", "KV_CACHE_ALLOW_FS": "",
     "KV_ENGINE_URL": "", "KV_RESP_URL": "", "KV_ENGINE_DEADLINE": "5", "KV_ENGINE_CONNECTIONS": "4", "KV_ENGINE_CA": "",
     "KV_ENGINE_PORT": "9130", "KV_ENGINE_DIR": "", "KV_ENGINE_HOT_GB": "0", "KV_ENGINE_DURABILITY": "process",
+    "KV_OBSERVABILITY": "", "KV_PROMETHEUS_PORT": "9401", "KV_ALERTMANAGER_PORT": "9402", "KV_TRACES_PORT": "9403",
+    "KV_GRAFANA_PORT": "9404", "KV_GRAFANA_ANONYMOUS": "0", "KV_PROMETHEUS_GB": "2", "KV_TRACE_SHARE": "1",
     "KV_DATA_DIR": "./data", "KV_CACHE_DIR": "", "KV_UID": "", "KV_GID": "",
     "KV_WAIT_TIMEOUT": "300", "KV_TRANSFER_MODE": "auto", "KV_MQ_TIMEOUT": "5", "KV_HEARTBEAT": "5",
     "KV_BASE_IMAGE": "", "KV_CA_BUNDLE": "",
@@ -50,6 +52,9 @@ MANAGED_KEYS: tuple[str, ...] = (
     "KV_ENGINE_ADDRESS", "KV_ENGINE_PATH", "KV_RESP_HOST", "KV_RESP_PORT", "KV_RESP_USER", "KV_RESP_SECRET",
     "KV_STORE_NET_INTERNAL",
     "KV_CACHE_PATH", "KV_CLASSES_PATH", "KV_SECRETS_PATH", "KV_STATE_PATH",
+    "KV_HOST_NAME", "KV_OBSERVABILITY_PATH", "KV_OBSERVABILITY_HASH", "KV_OBSERVED_DISK", "KV_PROMETHEUS_SCRAPE",
+    "KV_TRACES_COMMAND", "KV_IMAGE_OTELCOL", "KV_IMAGE_PROMETHEUS", "KV_IMAGE_ALERTMANAGER", "KV_IMAGE_NODE_EXPORTER",
+    "KV_IMAGE_TRACES", "KV_IMAGE_GRAFANA", "KV_IMAGE_GPU_EXPORTER",
 )  # fmt: skip
 
 #: Old name -> new name. An old name is an error that names the new one; it is never read.
@@ -109,6 +114,9 @@ class Settings:
     engine_dir: Path
     engine_hot_gb: float
     engine_durability: str
+    observability: bool | None
+    watch_ports: Mapping[str, int]
+    """Knob -> port of each page of the observability layers."""
     data_dir: Path
     cache_dir: Path
     uid: int | None
@@ -129,6 +137,16 @@ class Settings:
     def store_root(self) -> Path:
         """The block store's folder on this host; /cache/store in the container (compose/nvme.yaml)."""
         return self.cache_dir / "store"
+
+    @property
+    def observes(self) -> bool:
+        """The observability layers run: asked for, or the images are pulled anyway. Never beside plain vLLM."""
+        wanted = self.image_source == "pull" if self.observability is None else self.observability
+        return self.persist and wanted
+
+    @property
+    def prometheus_url(self) -> str:
+        return f"http://127.0.0.1:{self.watch_ports['KV_PROMETHEUS_PORT']}"
 
     @property
     def has_engine(self) -> bool:
@@ -290,6 +308,7 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         raise r.bad("KV_METRICS_PORT", f"another port than KV_PORT={port}", "change one of the two in .env")
     if engine_port in (port, metrics_port):
         raise r.bad("KV_ENGINE_PORT", "another port than KV_PORT and KV_METRICS_PORT", "change it in .env")
+    watch_ports = _watch_ports(r, {port, metrics_port, engine_port})
     data_dir = _path(root, r.text("KV_DATA_DIR") or USER_KEYS["KV_DATA_DIR"])
     image = r"([A-Za-z0-9][A-Za-z0-9._/:@-]*)?"
     ids = "a user or group id from 0 to 2147483647, or blank"
@@ -340,6 +359,8 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         engine_dir=_path(root, r.text("KV_ENGINE_DIR")) if r.text("KV_ENGINE_DIR") else data_dir / "engine",
         engine_hot_gb=r.number("KV_ENGINE_HOT_GB", 0, 1 << 20, "a number of GiB, 0 or more"),
         engine_durability=r.choice("KV_ENGINE_DURABILITY", DURABILITIES, blank=False),
+        observability=r.flag("KV_OBSERVABILITY") if r.text("KV_OBSERVABILITY") else None,
+        watch_ports=watch_ports,
         data_dir=data_dir,
         cache_dir=_path(root, r.text("KV_CACHE_DIR")) if r.text("KV_CACHE_DIR") else data_dir / "cache",
         uid=r.whole("KV_UID", 0, 2**31 - 1, ids) if r.text("KV_UID") else None,
@@ -352,6 +373,20 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         ca_bundle=_path(root, r.text("KV_CA_BUNDLE")) if r.text("KV_CA_BUNDLE") else None,
         managed=managed,
     )
+
+
+def _watch_ports(r: _Reader, taken: set[int]) -> Mapping[str, int]:
+    """The pages' ports; the other knobs of those services, which only compose reads, are checked here as well."""
+    r.whole("KV_PROMETHEUS_GB", 1, 1 << 20, "a whole number of GiB")
+    r.number("KV_TRACE_SHARE", 0, 1, "a share from 0 to 1")
+    r.flag("KV_GRAFANA_ANONYMOUS")
+    found: dict[str, int] = {}
+    for key in ("KV_PROMETHEUS_PORT", "KV_ALERTMANAGER_PORT", "KV_TRACES_PORT", "KV_GRAFANA_PORT"):
+        found[key] = r.whole(key, 1, 65535, "a port from 1 to 65535")
+        if found[key] in taken:
+            raise r.bad(key, "a port that no other knob has", "change it in .env")
+        taken.add(found[key])
+    return found
 
 
 def _path(root: Path, text: str) -> Path:

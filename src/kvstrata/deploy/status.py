@@ -19,6 +19,7 @@ from rich.table import Table
 from kvstrata.deploy import kv_engine, layers, turn
 from kvstrata.deploy.compose import Compose, ServiceState
 from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.observability_status import Watched, look
 from kvstrata.deploy.settings import Settings
 from kvstrata.deploy.status_disk import folder_bytes, image_bytes, log_bytes
 from kvstrata.deploy.status_probe import Transfer, look_inside, transfer_of
@@ -49,6 +50,8 @@ class Status:
     services: tuple[ServiceState, ...]
     guard: GuardFacts
     transfer: Transfer
+    watched: Watched
+    """Targets and alerts of the observability layers; none without them."""
     tiers: Tiers
     disk: Mapping[str, int | None]
     proof: Mapping[str, Any] | None
@@ -75,6 +78,7 @@ class Status:
                 "roles": dict(self.guard.roles),
             },
             "transfer": self.transfer.to_json(),
+            "observability": self.watched.to_json(),
             "tiers": asdict(self.tiers),
             "disk": dict(self.disk),
             "last_proof": self.proof,
@@ -145,6 +149,8 @@ def collect(settings: Settings, root: Path) -> Status:
         problems.append(f"L2: found: {_address(settings)} does not answer lmcache; needed: an engine that serves")
     if tiers.l2_suspect:
         problems.append(f"L2: found: the disk of {settings.cache_dir} does not answer; needed: reads that end (dmesg)")
+    watched = look(settings)
+    problems += watched.problems
     return Status(
         persist=settings.persist,
         plain=layers.runs_plain(settings),
@@ -156,6 +162,7 @@ def collect(settings: Settings, root: Path) -> Status:
         services=services,
         guard=guard,
         transfer=transfer,
+        watched=watched,
         tiers=tiers,
         disk={
             "logs": log_bytes(service.container_id for service in services),
@@ -216,6 +223,8 @@ def _lines(state: Status) -> list[tuple[str, str]]:
     ]
     if state.plain:
         lines = [line for line in lines if line[0] not in ("transfer", "L1", "L2", "lookups")]
+    if state.watched.targets:
+        lines.append(("watched", state.watched.line()))
     if state.busy:
         lines.append(("busy", f"{state.busy} is at work: what is seen here may change"))
     if proof is None:

@@ -19,6 +19,9 @@ from kvstrata.deploy import (
     kv_engine,
     layers,
     model,
+    observability,
+    observability_images,
+    observability_up,
     plan,
     preflight,
     settings,
@@ -90,19 +93,21 @@ def up(root: Path, steps: Steps, *, proof: bool = True) -> int:
     current = prepare(root, steps)
     ready = _ready(root, current, steps)
     moved = _moved(current)
-    _write_managed(root, current, *ready)
-    _compose_up(root, steps)
+    watch = observability_up.begin(replace(current, image_source=ready[2].source), steps)
+    _write_managed(root, watch.settings, *ready, watch.images)
+    _compose_up(root, steps, watch)
     if moved:
         steps.console.print(f"   {moved}", markup=False, highlight=False, soft_wrap=True)
     code = _prove(root, steps) if current.persist and proof else 0
-    _closing_lines(steps, current, ready[0])
+    code = max(code, watch.finish(root))
+    _closing_lines(steps, watch.settings, ready[0])
     return code
 
 
 def rollback(root: Path, steps: Steps) -> int:
     """Plain vLLM with its own arguments: the same files less the cache's. Nothing on disk is touched."""
     current = prepare(root, steps, plain=True)
-    _write_managed(root, current, *_ready(root, current, steps))
+    _write_managed(root, current, *_ready(root, current, steps), observability_images.NONE)
     _compose_up(root, steps)
     steps.console.print("\nplain vLLM runs; the cache on disk is untouched. `make up` uses it again.", highlight=False)
     return 0
@@ -140,7 +145,13 @@ def _ready(root: Path, current: Settings, steps: Steps) -> tuple[ModelInfo, Plan
 
 
 def _write_managed(
-    root: Path, current: Settings, chosen: ModelInfo, made: Plan, image_set: ImageSet, digest: str
+    root: Path,
+    current: Settings,
+    chosen: ModelInfo,
+    made: Plan,
+    image_set: ImageSet,
+    digest: str,
+    watching: Mapping[str, str],
 ) -> bool:
     files = layers.resolve(current)
     values: Mapping[str, str] = {
@@ -159,16 +170,18 @@ def _write_managed(
         "KV_CLASSES_PATH": str(current.store_classes),
         "KV_SECRETS_PATH": str(current.secrets_dir),
         "KV_STATE_PATH": str(current.state_dir),
+        **observability.managed(current),
+        **watching,
     }
     return envfile.write_managed(root, values)
 
 
-def _compose_up(root: Path, steps: Steps) -> None:
+def _compose_up(root: Path, steps: Steps, watch: observability_up.Observability | None = None) -> None:
     current = settings.load(root)
     compose = Compose(root, current)
     with steps.step("Start") as step:
         step.say(f"$ {compose.command_line(current.wait_timeout)}")
-        compose.up(current.wait_timeout, on_note=step.note)
+        compose.up(current.wait_timeout, watch.core(compose) if watch else None, on_note=step.note)
         step.done(", ".join(f"{s.service} {s.health or s.state}" for s in compose.ps()))
 
 
@@ -217,7 +230,7 @@ def _closing_lines(steps: Steps, current: Settings, chosen: ModelInfo) -> None:
     )
     lines = (
         f"\nask:   curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-        "look:  make status, make logs",
+        "look:  make status, make logs" + (f"; Prometheus: {current.prometheus_url}" if current.observes else ""),
         "undo:  make rollback (plain vLLM), make down (stop; data stays)",
     )
     for line in lines:

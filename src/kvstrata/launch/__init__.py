@@ -6,7 +6,7 @@ import sys
 
 __all__ = ["main"]
 
-USAGE = "usage: kvstrata-launch vllm <arguments of vllm> | lmcache | engine | hold | health vllm|lmcache|engine|hold"
+USAGE = "usage: kvstrata-launch vllm <arguments> | lmcache | engine | relay | hold | health <one of these>"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
             from kvstrata.launch import engine
 
             return engine.run()
+        case ["relay"]:
+            from kvstrata.launch import relay
+
+            return relay.run()
         case ["hold"]:
             from kvstrata.launch import supervise
 

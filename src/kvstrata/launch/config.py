@@ -24,6 +24,7 @@ class Paths:
 
     run: Path = field(default=Path("/run/kvstrata"))
     http_socket: Path = field(default=Path("/run/lmcache-http/http.sock"))
+    otlp_socket: Path = field(default=Path("/run/otlp/otlp.sock"))
     model: Path = field(default=Path("/model"))
     state: Path = field(default=Path("/run/kvstrata-state"))
     salt_key: Path = field(default=Path("/run/secrets/kv_salt_key"))

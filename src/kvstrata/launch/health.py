@@ -15,7 +15,7 @@ _ENGINE_PORT = 9130
 
 
 def check(service: str, paths: Paths | None = None, port: int = 8000) -> int:
-    """Exit code for `service` (vllm, lmcache, engine, hold). The reason of a failed state comes first."""
+    """Exit code for `service` (vllm, lmcache, engine, relay, hold). The reason of a failed state comes first."""
     paths = paths or Paths()
     try:
         print(paths.failed.read_text(encoding="utf-8").strip(), flush=True)
@@ -32,10 +32,12 @@ def check(service: str, paths: Paths | None = None, port: int = 8000) -> int:
             _get(_SocketConnection(paths.http_socket), "/healthcheck")
         elif service == "engine":
             _get(http.client.HTTPConnection("127.0.0.1", _ENGINE_PORT, timeout=_TIMEOUT_S), "/readyz")
+        elif service == "relay":
+            _SocketConnection(paths.otlp_socket).connect()  # whether the collector answers is not the relay's health
         elif service == "hold":
             pass  # it answers by running this check
         else:
-            print(f"no service {service!r}: vllm, lmcache, engine or hold", flush=True)
+            print(f"no service {service!r}: vllm, lmcache, engine, relay or hold", flush=True)
             return 2
     except (OSError, http.client.HTTPException) as error:
         print(f"{service} does not answer: {error}", flush=True)

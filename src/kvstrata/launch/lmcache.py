@@ -79,7 +79,20 @@ def build_argv(env: Mapping[str, str], paths: Paths) -> list[str]:
         "--eviction-policy", "LRU",
         "--shm-name", "" if pickle else SHM_NAME,
     ]  # fmt: skip
-    return argv + _l2(env, paths)
+    return argv + _telemetry(env) + _l2(env, paths)
+
+
+def _telemetry(env: Mapping[str, str]) -> list[str]:
+    """Metrics and traces to the collector, where the observability layer says which.
+
+    A fixed instance: a restarted server goes on with the same series. Rate 1: by default the life of one block in a
+    hundred is told, of a small cache's none.
+    """
+    endpoint = env.get("KV_OTLP_ENDPOINT", "").strip()
+    if not endpoint:
+        return []
+    instance = env.get("KV_HOST_NAME", "").strip() or "lmcache"
+    return ["--otlp-endpoint", endpoint, "--enable-tracing", "--metrics-sample-rate", "1", "--instance-id", instance]
 
 
 def _l2(env: Mapping[str, str], paths: Paths) -> list[str]:

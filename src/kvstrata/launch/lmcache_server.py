@@ -2,7 +2,7 @@
 
 LMCache's HTTP has no setting for one, and POST /run_script runs code for whoever reaches the port (0.5.3).
 http_server.py:249 makes a `uvicorn.Config` with host and port: that one call is redirected. Besides it the server's
-guards of kvstrata.connector are installed; nothing else of LMCache is touched.
+guards of kvstrata.connector are installed, and where it pushes telemetry lmcache_telemetry; nothing else is touched.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     l1_guard.install()
     liveness.install()
     lock_ledger.install()
+    if "--otlp-endpoint" in args:
+        from kvstrata.launch import lmcache_telemetry
+
+        lmcache_telemetry.keep_page()
+        lmcache_telemetry.join_traces()
     from lmcache.cli.main import main as lmcache_main
 
     sys.argv = ["lmcache", *args[1:]]

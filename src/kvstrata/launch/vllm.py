@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
+from kvstrata.launch import guard_metrics
 from kvstrata.launch.config import ConfigError, Paths, number, required, whole
 from kvstrata.launch.owned_args import OWNED, owned
 from kvstrata.launch.supervise import Supervisor, failed_state
@@ -27,6 +28,7 @@ def run(args: Sequence[str], env: Mapping[str, str] = os.environ, paths: Paths |
         identity = required(env, "KV_IDENTITY")
         check_identity(identity, paths)
         argv = ["vllm", *build_argv(args, env, paths)]
+        guard_metrics.start(env, paths)
     except ConfigError as error:
         return failed_state(str(error), paths.failed)
 
@@ -39,11 +41,19 @@ def run(args: Sequence[str], env: Mapping[str, str] = os.environ, paths: Paths |
 
 
 def build_argv(args: Sequence[str], env: Mapping[str, str], paths: Paths) -> list[str]:
-    """`args` plus --kv-transfer-config. Raises ConfigError if they choose a connector themselves."""
+    """`args` plus --kv-transfer-config and what traces need. ConfigError if they choose a connector themselves."""
     if found := owned(args, _CONNECTOR_FLAGS):
         raise ConfigError(f"vLLM's arguments hold {found[0]}, needed none: the launcher adds its own connector; "
                           "take it out of KV_VLLM_EXTRA_ARGS, or set KV_PERSIST=0")  # fmt: skip
-    return [*args, "--kv-transfer-config", json.dumps(connector_config(env, paths))]
+    return [*args, *_traces(args, env), "--kv-transfer-config", json.dumps(connector_config(env, paths))]
+
+
+def _traces(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Spans to the collector, where the observability layer says which; a user's own endpoint stays his."""
+    endpoint = env.get("KV_OTLP_ENDPOINT", "").strip()
+    if not endpoint or any(arg.replace("_", "-").startswith("--otlp-traces") for arg in args):
+        return []
+    return ["--otlp-traces-endpoint", endpoint, "--middleware", "kvstrata.launch.trace_ids.TraceIds"]
 
 
 def connector_config(env: Mapping[str, str], paths: Paths) -> dict[str, object]:

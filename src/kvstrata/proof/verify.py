@@ -27,6 +27,7 @@ from pathlib import Path
 
 from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
+from kvstrata.proof import metrics
 from kvstrata.proof.checks import guard_problems, read_guard
 from kvstrata.proof.client import Completion, EngineFacts, LmcacheClient, VllmClient
 from kvstrata.proof.control import Target
@@ -67,6 +68,7 @@ def run(
     for path in (settings.reports_dir / f"verify-{stamp}.json", json_path):
         if path is not None:
             report.write(path)
+    metrics.write(report, settings.data_dir / "observability" / "textfile")
     return report
 
 

@@ -1,0 +1,49 @@
+"""What LMCache 0.5.3 lacks where it pushes by OTLP: its own page of metrics, and its spans in the request's trace.
+
+Call before the server is built. Nothing here is called where no endpoint is set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["join_traces", "keep_page"]
+
+
+def keep_page() -> None:
+    """GET /metrics stays as full as without a push: status and the proof must not depend on a collector.
+
+    LMCache makes a provider with one reader, either (mp_observability/otel_init.py:84); it gets the other as well.
+    """
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from opentelemetry.sdk import metrics
+
+    real = metrics.MeterProvider
+
+    class BothWays(real):  # type: ignore[misc, valid-type]
+        def __init__(self, metric_readers: Any = (), **rest: Any) -> None:
+            super().__init__(metric_readers=[*metric_readers, PrometheusMetricReader()], **rest)
+
+    metrics.MeterProvider = BothWays
+
+
+def join_traces() -> None:
+    """LMCache's span of a request becomes a child of the span that vLLM's side opened (`trace_ids`)."""
+    from lmcache.v1.mp_observability.subscribers.tracing.mp_server import MPServerTracingSubscriber as Subscriber
+    from opentelemetry import context
+
+    from kvstrata.launch.trace_ids import parent_of
+
+    original = Subscriber._get_or_create_request_span
+
+    def joined(self: Any, session_id: str, ts: float) -> Any:
+        parent = parent_of(session_id)
+        if parent is None:
+            return original(self, session_id, ts)
+        token = context.attach(parent)
+        try:
+            return original(self, session_id, ts)
+        finally:
+            context.detach(token)
+
+    Subscriber._get_or_create_request_span = joined

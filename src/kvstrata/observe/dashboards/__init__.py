@@ -1,0 +1,1 @@
+"""The dashboards as code: one module a dashboard; `build` turns them into Grafana's JSON."""
