@@ -150,7 +150,9 @@ class Branches:
                 except Full:
                     core.settle(content)
                     raise
-                new = key not in fork.pages
+                before = fork.pages.get(key)
+                if before is not None:
+                    before.forks += 1  # until this one is written down
                 self._hold(fork, key, content)
                 ticket = core.catalog.queue([(_PAGE, (fork.number, key, digest, len(body)))])
             try:
@@ -158,10 +160,18 @@ class Branches:
             except Full:
                 with core.lock:
                     if fork.pages.get(key) is content:
-                        del fork.pages[key]
-                        self._release(content)
+                        # Back to the one before: what is below it in the snapshot must not show.
+                        if before is not None:
+                            self._hold(fork, key, before)
+                        else:
+                            del fork.pages[key]
+                            self._release(content)
                 raise
-        return new
+            finally:
+                if before is not None:
+                    with core.lock:
+                        self._release(before)
+        return before is None
 
     def drop_branch(self, tenant: str, branch: int) -> None:
         """NoSuchBranch."""
@@ -268,6 +278,7 @@ class Branches:
             fork.parent.branches -= 1
         for content in fork.pages.values():
             self._release(content)
+        fork.pages.clear()  # a put that is under way must not release its page again
         return _drop(fork.number)
 
     def _commit(self, ticket: int, fork: Fork) -> None:
