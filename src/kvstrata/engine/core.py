@@ -18,7 +18,9 @@ from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.tiers import Tiers
 from kvstrata.store.keys import BlockKey
 
-__all__ = ["FORGET", "Core"]
+__all__ = ["CATALOG", "FORGET", "Core"]
+
+CATALOG = "catalog.sqlite"
 
 FORGET = "DELETE FROM refs WHERE tenant=? AND key=? AND digest=?"
 _COUNT = "INSERT OR REPLACE INTO counters VALUES(?,?,?)"
@@ -44,7 +46,7 @@ class Core:
         self.tiers = Tiers(settings, self)
         try:
             self.catalog = Catalog.open(
-                settings.root / "catalog.sqlite",
+                settings.root / CATALOG,
                 durable=settings.durability == "fsync",
                 counters=self._changed_counters,
             )
