@@ -239,7 +239,8 @@ class Branches:
     def _fits(self, nbytes: int) -> None:
         if self._bytes + nbytes > self._limit:
             raise Full(
-                f"found: {self._bytes} bytes in snapshots and branches, {nbytes} more; needed: at most {self._limit}"
+                # Not how many: most may be other tenants'.
+                f"found: no room for {nbytes} bytes more in snapshots and branches; needed: at most {self._limit}"
                 " (KV_ENGINE_FORK_SHARE of the capacity); to fix: DELETE some, or wait until idle ones end"
             )
 
