@@ -10,6 +10,7 @@ import pytest
 
 from kvstrata.engine.catalog import Catalog, Statement
 from kvstrata.engine.content import Engine
+from kvstrata.engine.errors import Full
 from kvstrata.store.errors import StoreError
 from tests.engine.engines import data, get, settings
 
@@ -125,4 +126,36 @@ def test_a_second_engine_on_the_same_folder_is_refused(tmp_path: Path) -> None:
         Engine.open(settings(tmp_path / "engine"))
     engine.put("a", b"k", memoryview(b"v"))
     assert get(engine, b"k") == b"v"
+    engine.close()
+
+
+def test_what_failed_to_be_committed_is_not_said_to_be(tmp_path: Path) -> None:
+    catalog = opened(tmp_path / "catalog")
+    catalog._db.execute("PRAGMA query_only=1")
+    ticket = catalog.queue([(_INSERT, (b"k",))])
+    with pytest.raises(Full):
+        catalog.commit(ticket)
+    assert not catalog.is_committed(ticket)
+    catalog._db.execute("PRAGMA query_only=0")
+    later = catalog.queue([(_INSERT, (b"k",))])
+    catalog.commit(later)
+    assert catalog.is_committed(later)
+    catalog.close()
+
+
+def test_damage_that_shows_only_when_all_is_read_does_not_keep_the_engine_from_starting(tmp_path: Path) -> None:
+    engine = Engine.open(settings(tmp_path))
+    for number in range(1000):
+        engine.put("a", b"%d" % number * 20, memoryview(b"v"))
+    engine.close()
+    with sqlite3.connect(tmp_path / "catalog.sqlite") as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    with (tmp_path / "catalog.sqlite").open("r+b") as file:
+        file.seek(8 * 4096)
+        file.write(b"\xa5" * (8 * 4096))
+    engine = Engine.open(settings(tmp_path))
+    assert (tmp_path / "catalog.sqlite.damaged").exists()
+    assert engine.put("a", b"new", memoryview(data(1))).new
+    assert get(engine, b"new") == data(1)
     engine.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.engine.content import Engine
-from kvstrata.engine.errors import Corrupt, Full, Refused, TooLarge
+from kvstrata.engine.errors import Corrupt, Full, Refused, StaleVersion, TooLarge
 from tests.engine.engines import MIB, block_files, data, disk_bytes, get, settings, until
 
 Opener = Callable[..., Engine]
@@ -348,3 +348,22 @@ def test_a_catalog_that_takes_nothing_refuses_and_goes_on_later(opened: Opener) 
     assert put(engine, b"k", data(2))
     assert engine.stats("a")["put_new"] == 2
     assert get(opened(), b"k") == data(2)
+
+
+def test_a_value_whose_version_passed_while_its_bytes_came_in_is_not_stored(tmp_path: Path) -> None:
+    engine = Engine.open(settings(tmp_path))
+    with engine.receive("a", b"k", MIB, version=1) as incoming:
+        incoming.write(memoryview(data(1, MIB)))
+        engine.bump_version("a", 2)
+        with pytest.raises(StaleVersion):
+            incoming.done()
+    assert get(engine, b"k") is None
+    engine.close()
+
+
+def test_a_key_that_is_written_anew_with_another_end_takes_no_more_memory_each_time(tmp_path: Path) -> None:
+    engine = Engine.open(settings(tmp_path))
+    for _ in range(3000):
+        engine.put("a", b"k", memoryview(b"v"), replace=True, ttl_s=1e6)
+    assert len(engine._expiries._ends) < 2000
+    engine.close()

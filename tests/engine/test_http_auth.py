@@ -247,3 +247,11 @@ def test_plain_http_on_a_tls_port_is_cut(certified: tuple[EngineProcess, ssl.SSL
             while more := wire.sock.recv(100):
                 data += more
         assert b"HTTP" not in data  # an alert at most
+
+
+def test_a_token_for_some_keys_does_not_retire_those_of_others(guarded: EngineProcess) -> None:
+    with Wire(guarded.http, WRITER) as wire:
+        assert wire.ask("PUT", "/kv/others", b"x", X_EG_Data_Version=1).status == 201
+        assert ask(guarded, PART, "PUT", "/kv/version/5") == 403
+        assert wire.ask("GET", "/kv/others").status == 200
+        assert wire.ask("PUT", "/kv/version/5").status == 200

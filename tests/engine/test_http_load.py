@@ -286,3 +286,32 @@ def test_a_full_disk_refuses_puts_serves_gets_and_goes_on_by_itself(engine_proce
                 assert wire.ask("GET", "/kv/after").body == value_of("after", 2 * MIB)
         finally:
             engine.kill()
+
+
+def test_slow_readers_of_a_value_that_is_often_read_do_not_each_hold_a_copy(engine_process: Start) -> None:
+    engine = engine_process(HOT_BYTES=64 * MIB, MEMORY_BYTES=64 * MIB)
+    with Wire(engine.http) as wire:
+        wire.ask("PUT", "/kv/a", value_of("a", 16 * MIB))
+    idle, readers = engine.rss(), []
+    for _ in range(20):
+        readers.append(Wire(engine.http, receive_buffer=4096))
+        readers[-1].send(readers[-1].head("GET", "/kv/a"))
+        got = 0
+        while got < 12 * MIB:
+            got += len(readers[-1].sock.recv(MIB))
+    assert engine.rss() - idle < 100 * MIB
+    for reader in readers:
+        reader.sock.close()
+
+
+def test_json_of_many_small_things_takes_the_memory_of_one_request_at_most(engine_process: Start) -> None:
+    engine = engine_process(MEMORY_BYTES=64 * MIB)
+    body = b'{"keys": [], "x": [' + b"[]," * 2_600_000 + b"[]]}"
+    with ThreadPoolExecutor(6) as pool:
+
+        def ask(_: int) -> int:
+            with Wire(engine.http, timeout_s=60) as wire:
+                return wire.ask("POST", "/kv/batch/exists", body).status
+
+        assert set(pool.map(ask, range(6))) == {200}
+    assert engine.peak_rss() < 340 * MIB

@@ -476,3 +476,23 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     with server(tmp_path) as found, Client(found.port) as client:
         assert client("GET", "k") == value(MIB)
         assert 900 < client("TTL", "ttl") <= 1000
+
+
+def test_tokens_that_change_in_the_middle_of_an_mget_do_not_shift_its_replies(tmp_path: Path) -> None:
+    with server(tmp_path, tokens=True) as found, Client(found.port) as client:
+        for key, one in ((b"k/1", value(16 * MIB)), (b"k/2", b"two"), (b"n/1", b"another key's")):
+            found.engine.put("a", key, memoryview(one))
+        client.send(["AUTH", TOKEN], ["MGET", "k/1", "k/2", "k/2"], ["GET", "n/1"])
+        eventually(lambda: found.engine.stats("a")["get_hits"] == 1)  # it stops there, for nobody reads
+        found.tokens.write_text(f"one rw a n/ {TOKEN}\n")
+        time.sleep(0.6)
+        assert client.reply() == "OK"
+        assert client.reply()[1:] == [b"two", b"two"]
+        assert client.reply() == b"another key's"
+
+
+def test_a_stranger_who_stops_in_the_middle_of_too_much_holds_no_thread(tmp_path: Path) -> None:
+    with server(tmp_path, tokens=True) as found, Client(found.port) as client:
+        client.raw(b"*10\r\n$%d\r\n%b\r\n$1\r\n" % (SMALL, b"x" * SMALL))
+        assert client.reply() == "ERR Protocol error: too much before AUTH"
+        eventually(lambda: found.listener.busy_connections == 0)

@@ -30,9 +30,10 @@ class Block:
         source: PinnedBlock | bytes,
         digest: str,
         on_bad: Callable[[], None],
-        on_copy: Callable[[bytes], None] | None = None,
+        on_copy: Callable[[bytes | None], None] | None = None,
     ) -> None:
-        """`on_bad`: told that the bytes were found corrupt; `on_copy`: wants a copy once all of it was read in turn."""
+        """`on_bad`: told that the bytes were found corrupt; `on_copy`: gets a copy if all of it was read in turn,
+        else None, once."""
         self._pinned = None if isinstance(source, bytes) else source
         self._copy = source if isinstance(source, bytes) else None
         self.size = len(source) if isinstance(source, bytes) else source.size
@@ -101,9 +102,10 @@ class Block:
         """Let go; idempotent."""
         if self._pinned is not None:
             self._pinned.close()
-        if self._on_copy is not None and len(self._collected) == self.size:
-            self._on_copy(bytes(self._collected))
+        on_copy, collected = self._on_copy, self._collected
         self._on_copy, self._collected = None, bytearray()
+        if on_copy is not None:
+            on_copy(bytes(collected) if len(collected) == self.size else None)
 
     def __enter__(self) -> Block:
         return self

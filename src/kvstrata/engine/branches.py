@@ -150,7 +150,9 @@ class Branches:
                 except Full:
                     core.settle(content)
                     raise
-                new = key not in fork.pages
+                before = fork.pages.get(key)
+                if before is not None:
+                    before.forks += 1  # until this one is written down
                 self._hold(fork, key, content)
                 ticket = core.catalog.queue([(_PAGE, (fork.number, key, digest, len(body)))])
             try:
@@ -158,10 +160,18 @@ class Branches:
             except Full:
                 with core.lock:
                     if fork.pages.get(key) is content:
-                        del fork.pages[key]
-                        self._release(content)
+                        # Back to the one before: what is below it in the snapshot must not show.
+                        if before is not None:
+                            self._hold(fork, key, before)
+                        else:
+                            del fork.pages[key]
+                            self._release(content)
                 raise
-        return new
+            finally:
+                if before is not None:
+                    with core.lock:
+                        self._release(before)
+        return before is None
 
     def drop_branch(self, tenant: str, branch: int) -> None:
         """NoSuchBranch."""
@@ -229,7 +239,8 @@ class Branches:
     def _fits(self, nbytes: int) -> None:
         if self._bytes + nbytes > self._limit:
             raise Full(
-                f"found: {self._bytes} bytes in snapshots and branches, {nbytes} more; needed: at most {self._limit}"
+                # Not how many: most may be other tenants'.
+                f"found: no room for {nbytes} bytes more in snapshots and branches; needed: at most {self._limit}"
                 " (KV_ENGINE_FORK_SHARE of the capacity); to fix: DELETE some, or wait until idle ones end"
             )
 
@@ -268,6 +279,7 @@ class Branches:
             fork.parent.branches -= 1
         for content in fork.pages.values():
             self._release(content)
+        fork.pages.clear()  # a put that is under way must not release its page again
         return _drop(fork.number)
 
     def _commit(self, ticket: int, fork: Fork) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstrata.engine.errors import Full
 from kvstrata.store.errors import StoreError
 
-__all__ = ["Catalog", "Statement"]
+__all__ = ["Catalog", "Statement", "put_aside"]
 
 SCHEMA = 1
 _TABLES = """
@@ -75,11 +75,7 @@ class Catalog:
             except sqlite3.DatabaseError as error:
                 if last_try:
                     raise
-                aside = path.with_name(path.name + ".damaged")
-                log.error("engine: %s: %s. It is now %s; the cache begins empty", path, error, aside.name)
-                path.replace(aside)
-                for end in ("-wal", "-shm"):
-                    path.with_name(path.name + end).unlink(missing_ok=True)
+                put_aside(path, error)
         raise AssertionError("unreachable")
 
     def _prepare(self) -> None:
@@ -122,8 +118,8 @@ class Catalog:
                 raise Full(f"the catalog takes nothing: {error}", retry=True) from error
 
     def is_committed(self, ticket: int) -> bool:
-        """True once `commit` would return at once."""
-        return self._done >= ticket
+        """True once `commit` would return at once, without Full."""
+        return self._done >= ticket and not any(first <= ticket <= last for first, last, _ in list(self._failures))
 
     def _commit_queue(self) -> None:
         with self._queueing:
@@ -165,3 +161,12 @@ class Catalog:
         for db in (self._other, self._db):
             with suppress(sqlite3.Error):
                 db.close()
+
+
+def put_aside(path: Path, error: sqlite3.DatabaseError) -> None:
+    """Out of the way with a damaged catalog, which must be closed; OSError."""
+    aside = path.with_name(path.name + ".damaged")
+    log.error("engine: %s: %s. It is now %s; the cache begins empty", path, error, aside.name)
+    path.replace(aside)
+    for end in ("-wal", "-shm"):
+        path.with_name(path.name + end).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -13,8 +14,9 @@ from blake3 import blake3
 from kvstrata.engine.block import Block
 from kvstrata.engine.books import Ref, Tenant, block_key
 from kvstrata.engine.branches import Branches
-from kvstrata.engine.core import Core
-from kvstrata.engine.errors import Full, NoSuchBranchKey, Refused, TooLarge
+from kvstrata.engine.catalog import put_aside
+from kvstrata.engine.core import CATALOG, Core
+from kvstrata.engine.errors import Full, NoSuchBranchKey, Refused, StaleVersion, TooLarge
 from kvstrata.engine.expiries import Expiries
 from kvstrata.engine.globs import glob
 from kvstrata.engine.leases import Leases
@@ -60,7 +62,23 @@ class Engine:
 
     @classmethod
     def open(cls, settings: EngineSettings) -> Engine:
-        """Own the folders and bring books and disks in step. StoreError."""
+        """Own the folders and bring books and disks in step. A catalog that turns out to be damaged is put aside.
+        StoreError.
+        """
+        try:
+            engine = cls._loaded(settings)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            put_aside(settings.root / CATALOG, error)
+            engine = cls._loaded(settings)
+        engine._tender.start()
+        engine._core.mover.start()
+        engine._core.tiers.begin_evicting()
+        return engine
+
+    @classmethod
+    def _loaded(cls, settings: EngineSettings) -> Engine:
         engine = cls(settings)
         try:
             load(engine._core, engine._branches)
@@ -69,9 +87,6 @@ class Engine:
             engine._core.catalog.close()
             engine._core.tiers.close(1.0)
             raise
-        engine._tender.start()
-        engine._core.mover.start()
-        engine._core.tiers.begin_evicting()
         return engine
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -134,6 +149,9 @@ class Engine:
         """The key means the block that is `stored` now; wait until that is written down. Full."""
         with self._lock:
             of = self._core.books.of(name.salt)
+            # Once more: it may have been moved while the bytes came in.
+            if version is not None and version < of.version:
+                raise StaleVersion(f"found: data version {version}; needed: {of.version} (the current one) or later")
             there = self._core.live(of, name.salt, key)
             if there is None or replace:
                 # A content that something means already, whichever disk it is on.

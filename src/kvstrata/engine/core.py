@@ -19,7 +19,9 @@ from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.tiers import Tiers
 from kvstrata.store.keys import BlockKey
 
-__all__ = ["FORGET", "Core"]
+__all__ = ["CATALOG", "FORGET", "Core"]
+
+CATALOG = "catalog.sqlite"
 
 FORGET = "DELETE FROM refs WHERE tenant=? AND key=? AND digest=?"
 _COUNT = "INSERT OR REPLACE INTO counters VALUES(?,?,?)"
@@ -38,6 +40,8 @@ class Core:
         self.lock = threading.RLock()
         self.books = Books()
         self.hot = HotTier(settings.hot, lambda content, hot: self.books.place(content, hot=hot))
+        self._copying: set[Content] = set()
+        self._copying_bytes = 0
         self._garbage: set[tuple[Tier, BlockKey]] = set()
         self._victims = threading.local()
         self.wake = threading.Event()
@@ -45,7 +49,7 @@ class Core:
         self.tiers = Tiers(settings, self)
         try:
             self.catalog = Catalog.open(
-                settings.root / "catalog.sqlite",
+                settings.root / CATALOG,
                 durable=settings.durability == "fsync",
                 counters=self._changed_counters,
             )
@@ -80,9 +84,12 @@ class Core:
             if copy is not None:
                 self.tiers.touch(content)
             again, content.used = content.used, True
-            wanted = copy is None and again and self.hot.wants(content)
+            # Copies that are being made take memory as well: one of each content, and a part of the tier together.
+            wanted = copy is None and again and self.hot.wants(content) and self._may_copy(content)
         source = copy if copy is not None else self.tiers.open(content)
         if source is None:
+            if wanted:
+                self._copied(content, None)
             self.mover.wait(content)
             return None
         if content.tier is Tier.COLD:
@@ -99,9 +106,18 @@ class Core:
                 of.count("get_hits", -1)
                 of.count("get_misses")
 
-    def _copied(self, content: Content, copy: bytes) -> None:
+    def _may_copy(self, content: Content) -> bool:
+        if content in self._copying or self._copying_bytes + content.size > self.settings.hot // 4:
+            return False
+        self._copying.add(content)
+        self._copying_bytes += content.size
+        return True
+
+    def _copied(self, content: Content, copy: bytes | None) -> None:
         with self.lock:
-            if self.books.has(content):
+            self._copying.discard(content)
+            self._copying_bytes -= content.size
+            if copy is not None and self.books.has(content):
                 self.hot.add(content, copy)
 
     def adopt(self, key: BlockKey, size: int) -> Content:

@@ -10,6 +10,7 @@ __all__ = [
     "NoSuchBranchKey",
     "NoSuchSnapshot",
     "Refused",
+    "StaleVersion",
     "StillReferenced",
     "TooLarge",
 ]
@@ -45,6 +46,13 @@ class Refused(EngineError):
 
     status = 400
     word = "Refused"
+
+
+class StaleVersion(Refused):
+    """The tenant's data version has passed the one of this entry."""
+
+    status = 409
+    word = "StaleVersion"
 
 
 class Corrupt(EngineError):

@@ -41,6 +41,8 @@ class Control:
     def bump(self, request: Request, number: bytes) -> None:
         """Raise it: entries that were put with a lower one are gone."""
         request.need_write()
+        if request.grant.prefix:
+            raise Problem(403, "OutsidePrefix", "the data version is the whole tenant's; this token is for some keys")
         self._engine.bump_version(request.grant.tenant, _number(number))
         self.version(request)
 

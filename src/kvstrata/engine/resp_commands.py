@@ -45,16 +45,18 @@ def _fits(key: bytes) -> bytes:
 
 def get(session: Session, command: Command) -> Reply | NoReply:
     (key,) = _keys(command)
-    session.say_block(key)
+    session.say_block(session.reader(key).tenant, key)
     return NoReply()
 
 
 def mget(session: Session, command: Command) -> Reply | NoReply:
     keys = _keys(command)
-    session.reader(*keys)  # before the head of the array: from there on an error could not be told apart
+    # Once, before the head of the array: an error after it (the tokens change) would be taken for an element, and the
+    # replies of later commands for the rest.
+    tenant = session.reader(*keys).tenant
     session.say_array(len(keys))
     for key in keys:
-        session.say_block(key)
+        session.say_block(tenant, key)
     return NoReply()
 
 

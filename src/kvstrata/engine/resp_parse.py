@@ -27,17 +27,18 @@ class Broken(Exception):
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`args`: how many of one command. `head`: bytes of its small arguments together. `bulk`: bytes of the largest one.
-    `line`: bytes of an inline command."""
+    `line`: bytes of an inline command. `patient`: what is beyond `head` is skipped, else the connection ends."""
 
     args: int = 65_536
     head: int = 1 << 20
     bulk: int = 512 << 20
     line: int = 16 << 10
+    patient: bool = True
 
     @classmethod
     def of_a_stranger(cls) -> Limits:
         """For whoever has not said a password yet."""
-        return cls(args=10, head=SMALL, bulk=SMALL)
+        return cls(args=10, head=SMALL, bulk=SMALL, patient=False)
 
 
 class Source(Protocol):
@@ -146,6 +147,8 @@ class Wire:
                 used += size
                 wait = wait or used > SMALL
                 arg = yield from self._small(size, wait)
+            elif not limits.patient:  # waiting for the rest would hold a thread
+                raise Broken("too much before AUTH")
             else:
                 wait = True  # a command that holds a buffer is not left alone with it
                 value = take(before, size) if size > SMALL else None

@@ -147,10 +147,7 @@ class Session:
             grew = self.conn.fill() > 0
             self._begin()
             return grew
-        # `fill` waits for a moment at most; this waits for one byte more, until the deadline.
-        grown = bytearray(len(self.conn.buffered) + 1)
-        self.conn.read_into(memoryview(grown))
-        self.conn.buffered += grown
+        self.conn.wait()  # `fill` waits for a moment at most, this until the deadline
         return True
 
     def read_into(self, view: memoryview) -> None:
@@ -232,11 +229,10 @@ class Session:
         """So many replies that follow are one."""
         self._out += b"*%d\r\n" % count
 
-    def say_block(self, key: bytes) -> None:
-        """The value of a key, or nil. Raises Corrupt where the peer already has a part of it, Unfit where a nil would
-        be misread."""
-        grant = self.reader(key)
-        block = self.shared.engine.open_block(grant.tenant, key)
+    def say_block(self, tenant: str, key: bytes) -> None:
+        """The value of a key that may be read, or nil. Raises Corrupt where the peer already has a part of it, Unfit
+        where a nil would be misread."""
+        block = self.shared.engine.open_block(tenant, key)
         if block is None:
             if self.literal:
                 raise Unfit("a key that is not there")
