@@ -138,13 +138,16 @@ def test_a_change_of_a_configuration_makes_new_containers_and_one_of_a_dashboard
     assert observability.managed(current)["KV_OBSERVABILITY_HASH"] != before
 
 
-def test_images_that_cannot_be_pulled_are_no_reason_not_to_start(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+@pytest.mark.parametrize(("knob", "code"), [("", 0), ("1", 1)])
+def test_images_that_cannot_be_pulled_are_no_reason_not_to_start(
+    knob: str, code: int, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     from kvstrata.deploy import observability_up
 
     shutil.copy(ROOT / "versions.lock", root)
-    found = observability_up.begin(made(root, KV_IMAGE_SOURCE="pull"), Steps())
+    found = observability_up.begin(made(root, KV_IMAGE_SOURCE="pull", KV_OBSERVABILITY=knob), Steps())
     assert not found.settings.observes and found.images == observability_images.NONE
-    assert found.finish(root) == 1, "said, and counted"
+    assert found.finish(root) == code, "said, and counted where it was asked for"
 
 
 def test_without_observability_nothing_is_asked_for(root: Path) -> None:

@@ -27,8 +27,10 @@ _TARGETS_S = 90.0
 class Observability:
     """What `begin` found. `settings` are those to go on with: without observability where it cannot be had."""
 
-    def __init__(self, current: Settings, steps: Steps, wanted: Wanted | None, problem: str = "") -> None:
-        self.settings, self._steps, self._problem = current, steps, problem
+    def __init__(
+        self, current: Settings, steps: Steps, wanted: Wanted | None, problem: str = "", *, asked: bool = True
+    ) -> None:
+        self.settings, self._steps, self._problem, self._asked = current, steps, problem, asked
         self.images = dict(wanted.refs) if wanted else dict(NONE)
         self._fetched: list[str] = []
         self._note = ""
@@ -67,7 +69,7 @@ class Observability:
                 self._problem = self._start(root)
         if self._problem:
             self._say(f"WARNING: no observability, the rest of the stack runs: {self._problem}")
-            return 1
+            return 1 if self._asked else 0
         return 0
 
     def _start(self, root: Path) -> str:
@@ -108,7 +110,9 @@ def begin(current: Settings, steps: Steps) -> Observability:
             why = "KV_OBSERVABILITY=1" if current.observability else "the images are pulled anyway"
             step.done(f"on ({why}); " + ("built here, while the rest starts" if found.builds else "pulled by digest"))
     except KvError as error:
-        return Observability(replace(current, observability=False), steps, None, str(error))
+        # Nobody who left the knob blank has asked for it: a release whose images are not all out is no failure of `up`.
+        asked = current.observability is not None
+        return Observability(replace(current, observability=False), steps, None, str(error), asked=asked)
     try:
         return Observability(current, steps, found)
     except OSError as error:
