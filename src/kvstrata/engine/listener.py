@@ -238,8 +238,9 @@ class Listener:
                         self._hand_over(connection)
                 elif late:
                     self.timeouts += 1
-                    self._shut(connection, socket.SHUT_RDWR if connection.expired else socket.SHUT_RD)
-                    connection.expired = True
+                    how = socket.SHUT_RDWR if connection.expired else socket.SHUT_RD
+                    connection.expired = True  # first: whoever finds the end of the stream asks why
+                    self._shut(connection, how)
                     connection.deadline = now + _LAST_WORDS_S
 
     def _relieve(self, taken: int) -> int:
