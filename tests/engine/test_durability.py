@@ -176,3 +176,23 @@ def test_the_old_value_stays_on_the_disk_until_the_new_one_is_written_down(tmp_p
     until(lambda: not old.exists())
     assert get(engine, b"key") == data(2, 5000)
     engine.close()
+
+
+@pytest.mark.parametrize("change", ["put", "delete"])
+def test_a_key_whose_change_failed_does_not_come_back_with_its_old_value(change: str, tmp_path: Path) -> None:
+    engine = Engine.open(settings(tmp_path))
+    for key in (b"key", b"twin"):  # the old value stays on the disk for the twin
+        engine.put("a", key, memoryview(data(1, 5000)))
+    catalog = engine._core.catalog._db
+    catalog.execute("PRAGMA query_only=1")
+    with pytest.raises(Full):
+        if change == "put":
+            engine.put("a", b"key", memoryview(data(2, 5000)), replace=True)
+        else:
+            engine.delete("a", [b"key"])
+    assert get(engine, b"key") is None
+    catalog.execute("PRAGMA query_only=0")
+    engine.close()
+    engine = Engine.open(settings(tmp_path))
+    assert get(engine, b"key") is None and get(engine, b"twin") == data(1, 5000)
+    engine.close()

@@ -26,6 +26,8 @@ CREATE TABLE pages(fork INTEGER, key BLOB, digest BLOB, size INTEGER, PRIMARY KE
 # Pages of the log; beyond it, it is merged into the file, which is the only time that the file itself is written.
 _LOG_PAGES = 2048
 _FAILURES_KEPT = 256
+FORGETS = "DELETE FROM refs"
+"""What statements begin with that are carried out in the end, though their commit failed."""
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Catalog:
             db.execute("PRAGMA wal_autocheckpoint=0")
         self._counters = counters
         self._owed: dict[tuple[object, ...], Statement] = {}
+        self._owed_first: list[Statement] = []
         self._queue: list[Statement] = []
         self._queued = self._done = 0
         self._queueing = threading.Lock()
@@ -125,7 +128,8 @@ class Catalog:
         with self._queueing:
             statements, self._queue = self._queue, []
             first, last = self._done + 1, self._queued
-        # What a failed commit could not write of the counters is owed to the next one.
+        # What a failed commit could not forget, or write of the counters, is owed to the next one.
+        statements = self._owed_first + statements
         self._owed.update((values[:2], (sql, values)) for sql, values in self._counters())
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -135,11 +139,14 @@ class Catalog:
                 self._db.execute(sql, values)
             self._db.execute("COMMIT")
             self._owed.clear()
+            self._owed_first = []
         except sqlite3.Error as error:
             with suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             log.warning("engine: %s: %s", self.path, error)
             self._failures.append((first, last, error))
+            # A key that is gone from memory must not be back after a restart.
+            self._owed_first = [it for it in statements if it[0].startswith(FORGETS)]
         self._done = last
 
     def tend(self) -> None:

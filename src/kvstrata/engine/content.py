@@ -14,7 +14,7 @@ from blake3 import blake3
 from kvstrata.engine.block import Block
 from kvstrata.engine.books import Ref, Tenant, block_key
 from kvstrata.engine.branches import Branches
-from kvstrata.engine.catalog import put_aside
+from kvstrata.engine.catalog import FORGETS, put_aside
 from kvstrata.engine.core import CATALOG, Core
 from kvstrata.engine.errors import Full, NoSuchBranchKey, Refused, StaleVersion, TooLarge
 from kvstrata.engine.expiries import Expiries
@@ -32,6 +32,7 @@ __all__ = ["Engine", "Put"]
 
 LONGEST_KEY = 4096
 _PUT = "INSERT OR REPLACE INTO refs VALUES(?,?,?,?,?,?)"
+_DROP = f"{FORGETS} WHERE tenant=? AND key=?"
 _SCAN = "SELECT key FROM refs WHERE tenant=? AND key>? ORDER BY key LIMIT ?"
 _SCAN_MOST = 10_000
 # A block that moves from one disk to another is found at the second look.
@@ -169,6 +170,8 @@ class Engine:
                 if of.refs.get(key) is ref:
                     of.count("put_new", -1 if there is None else 0)
                     self._core.settle(self._core.books.unname(of, key))
+                    # It may have meant something else before, which its row in the catalog still says.
+                    self._core.catalog.queue([(_DROP, (name.salt, key))])
             raise
         return Put(there is None, ref.content.digest.hex())
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from kvstrata.engine.block import Block
 from kvstrata.engine.books import Books, Content, Ref, Tenant, Tier, block_key
-from kvstrata.engine.catalog import Catalog, Statement
+from kvstrata.engine.catalog import FORGETS, Catalog, Statement
 from kvstrata.engine.errors import Full
 from kvstrata.engine.hot import HotTier
 from kvstrata.engine.mover import Mover
@@ -23,7 +23,7 @@ __all__ = ["CATALOG", "FORGET", "Core"]
 
 CATALOG = "catalog.sqlite"
 
-FORGET = "DELETE FROM refs WHERE tenant=? AND key=? AND digest=?"
+FORGET = f"{FORGETS} WHERE tenant=? AND key=? AND digest=?"
 _COUNT = "INSERT OR REPLACE INTO counters VALUES(?,?,?)"
 
 log = logging.getLogger(__name__)
