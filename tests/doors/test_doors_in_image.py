@@ -41,10 +41,3 @@ def run(image: str, disk: Path, *args: str, env: tuple[str, ...] = ()) -> subpro
 def test_the_adapter_in_the_image(image: str, disk: Path, name: str) -> None:
     done = run(image, disk, f"/tests/{name}")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-def test_without_the_guard_lmcache_stores_what_a_failed_load_left(image: str, disk: Path) -> None:
-    """If this fails, the pinned LMCache has mended it and that part of the guard can go. A race: one of 12 will do."""
-    damaged = "is_written_again and 1-1"
-    done = run(image, disk, "/tests/inside_manager.py", "-x", "-k", damaged, env=("KVSTRATA_UNGUARDED=1",))
-    assert done.returncode == 1, done.stdout[-8000:] + done.stderr[-2000:]
