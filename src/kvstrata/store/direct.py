@@ -4,13 +4,11 @@ and the block stays pinned from the put to whatever the caller does next.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -25,20 +23,16 @@ from kvstrata.store.index import Claim, Index, Victim
 from kvstrata.store.keeper import Keeper
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.loads import error_word
+from kvstrata.store.publish import Publisher
 from kvstrata.store.removal import Remover
 from kvstrata.store.root import Root
-from kvstrata.store.scan import size_on_disk
 from kvstrata.store.scratch import Scratch
+from kvstrata.store.strikes import Strikes
 from kvstrata.store.stuck import Stuck
-from kvstrata.store.surroundings import Surroundings
 
 __all__ = ["Direct", "PinnedBlock"]
 
-_TRIES = 3
-_STRIKES = 2
-_STRIKES_KEPT = 1024
 _PAUSE_S = 0.001
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 log = logging.getLogger(__name__)
 
@@ -103,22 +97,23 @@ class Direct:
         io: BlockIO,
         index: Index,
         capacity: Capacity,
-        surroundings: Surroundings,
+        publisher: Publisher,
         keeper: Keeper,
         remover: Remover,
+        strikes: Strikes,
         reads: Stuck,
         writes: Stuck,
     ) -> None:
         self.reads = reads
         self.writes = writes
-        self._strikes: dict[bytes, int] = {}
         self._root = root
         self._io = io
         self._index = index
         self._capacity = capacity
-        self._surroundings = surroundings
+        self._publisher = publisher
         self._keeper = keeper
         self._remover = remover
+        self._strikes = strikes
 
     # -- reading
 
@@ -165,16 +160,7 @@ class Direct:
             self._remover.remove(self._index.take_bad(entry, birth), even_pinned=True)
         else:
             log.warning("block store: cannot read %s: %s", self._index.names.path(entry), error)
-            self._strike(entry, birth)
-
-    def _strike(self, entry: bytes, birth: int) -> None:
-        """A bad sector would make a promise that fails for ever, and keep a good copy out: the second time it goes."""
-        if len(self._strikes) >= _STRIKES_KEPT:
-            self._strikes.clear()
-        self._strikes[entry] = self._strikes.get(entry, 0) + 1
-        if self._strikes[entry] >= _STRIKES:
-            del self._strikes[entry]
-            self._remover.remove(self._index.take_bad(entry, birth))
+            self._strikes.add(entry, birth)
 
     # -- removing
 
@@ -252,22 +238,10 @@ class Direct:
     def _end(self, key: BlockKey, entry: bytes, size: int, write: Callable[[], Written]) -> Result:
         nbytes, used_ns = None, 0
         try:
-            try:
-                with self.writes:
-                    done = self._try(write)
-            finally:
-                self._surroundings.around(entry)
-            nbytes, used_ns = done.allocated, done.mtime_ns
-            if done.existed:
-                # Somebody put the file there by hand. It is checked when it is read, like any other.
-                nbytes = None
-                with suppress(OSError):
-                    status = os.lstat(Path(self._root.path, key.path))
-                    nbytes, used_ns = size_on_disk(status), status.st_mtime_ns
+            with self.writes:
+                done = self._publisher.write(entry, size, write)
+            nbytes, used_ns = self._publisher.facts(entry, done)
         except OSError as error:
-            if error.errno in _FULL:
-                self._capacity.short(size)
-            log.warning("block store: cannot store a block: %s", error)
             return Result(Outcome.ERROR, error_word(error))
         finally:
             self._index.written(entry, nbytes, used_ns)
@@ -280,18 +254,6 @@ class Direct:
         room = self._capacity.room_for(nbytes, names)
         answer = self._capacity.admit(entry, room, waiting.give)
         return waiting.take(end) if answer is None else answer
-
-    def _try(self, write: Callable[[], Written]) -> Written:
-        for left in reversed(range(_TRIES)):
-            try:
-                return write()
-            except OSError as error:
-                # EPERM: ext4's word for a directory that was removed after it was found (the evictor tidies).
-                if not left or error.errno not in (errno.ENOENT, errno.EPERM):
-                    raise
-                if self._root.heal():
-                    self._keeper.audit(blocks=True)
-        raise AssertionError("unreachable")
 
 
 class _Answer:

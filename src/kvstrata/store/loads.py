@@ -18,11 +18,9 @@ from kvstrata.store.keeper import Keeper
 from kvstrata.store.lease import Expired
 from kvstrata.store.pool import LOAD, Pool
 from kvstrata.store.removal import Remover
+from kvstrata.store.strikes import Strikes
 
 __all__ = ["Loader", "error_word"]
-
-_STRIKES = 2
-_STRIKES_KEPT = 1024
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +54,16 @@ class Loader:
     when no thread uses its file any more, which on a stuck disk is long after the report.
     """
 
-    def __init__(self, io: BlockIO, index: Index, remover: Remover, keeper: Keeper, pool: Pool, workers: int) -> None:
+    def __init__(
+        self, io: BlockIO, index: Index, remover: Remover, strikes: Strikes, keeper: Keeper, pool: Pool, workers: int
+    ) -> None:
         self._io = io
         self._index = index
         self._remover = remover
         self._keeper = keeper
         self._pool = pool
         self._workers = workers
-        self._strikes: dict[bytes, int] = {}
+        self._strikes = strikes
 
     def start(self, batch: Batch, places: Sequence[int]) -> None:
         """Load the keys at these places. Few big blocks are read by several threads each."""
@@ -137,8 +137,7 @@ class Loader:
     def _judge(self, batch: Batch, at: int, birth: int, error: Exception | None) -> Result | None:
         entry = batch.entries[at]
         if error is None:
-            if self._strikes:
-                self._strikes.pop(entry, None)
+            self._strikes.clear(entry)
             self._keeper.touch(entry)
             return Result(Outcome.HIT, nbytes=len(batch.buffers[at]))
         if isinstance(error, Expired):
@@ -155,7 +154,7 @@ class Loader:
             self._remover.remove(self._index.take_bad(entry, birth), even_pinned=True)
             return Result(Outcome.CORRUPT, error.reason)
         if isinstance(error, OSError):
-            self._strike(entry, birth)
+            self._strikes.add(entry, birth)
             return Result(Outcome.ERROR, error_word(error))
         if isinstance(error, CodecError):
             return Result(Outcome.ERROR, "codec")
@@ -169,14 +168,3 @@ class Loader:
                 return block.header.raw_len != len(batch.buffers[at])
         except (OSError, BadBlock):
             return False
-
-    def _strike(self, entry: bytes, birth: int) -> None:
-        """A bad sector would make a promise that fails for ever, and keep a good copy out: the second time it goes."""
-        if len(self._strikes) >= _STRIKES_KEPT:
-            self._strikes.clear()
-        self._strikes[entry] = self._strikes.get(entry, 0) + 1
-        if self._strikes[entry] >= _STRIKES:
-            del self._strikes[entry]
-            facts = self._index.facts(entry)
-            if facts is not None and facts[2] != PIN:
-                self._remover.remove(self._index.take_bad(entry, birth))

@@ -25,12 +25,14 @@ from kvstrata.store.keys import BlockKey
 from kvstrata.store.listing import BlockInfo, Usage, listing
 from kvstrata.store.loads import Loader
 from kvstrata.store.pool import LOAD, STORE, Pool
+from kvstrata.store.publish import Publisher
 from kvstrata.store.recency import UseClock
 from kvstrata.store.removal import Remover
 from kvstrata.store.root import Root, open_root
 from kvstrata.store.scan import scan_root
 from kvstrata.store.settings import StoreSettings
 from kvstrata.store.stores import Storer
+from kvstrata.store.strikes import Strikes
 from kvstrata.store.stuck import Stuck
 from kvstrata.store.surroundings import Surroundings
 
@@ -73,12 +75,15 @@ class BlockStore:
         self._health = Health(root.path)
         self._pool = Pool(settings.worker_count)
         self._watch = Watch(self._late)
-        self._loader = Loader(io, self._index, self._remover, self._keeper, self._pool, settings.worker_count)
-        self._storer = Storer(root, io, self._index, self._capacity, around, self._keeper, self._pool)
+        strikes = Strikes(self._index, self._remover)
+        publisher = Publisher(root, self._index, self._capacity, around, self._keeper)
+        self._loader = Loader(io, self._index, self._remover, strikes, self._keeper, self._pool, settings.worker_count)
+        self._storer = Storer(io, self._index, self._capacity, publisher, self._keeper, self._pool)
         self._reads, self._writes = Stuck(settings.load_deadline_s), Stuck(settings.store_deadline_s)
         self._direct = Direct(
-            root, io, self._index, self._capacity, around, self._keeper, self._remover, self._reads, self._writes
-        )
+            root, io, self._index, self._capacity, publisher, self._keeper, self._remover, strikes, self._reads,
+            self._writes,
+        )  # fmt: skip
         self._closed = False
 
     @classmethod

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from kvstrata.store.blockfile import BlockIO, Written
 from kvstrata.store.capacity import ADMITTED, Capacity
@@ -17,14 +13,9 @@ from kvstrata.store.keeper import Keeper
 from kvstrata.store.lease import Expired
 from kvstrata.store.loads import error_word
 from kvstrata.store.pool import STORE, Pool
-from kvstrata.store.root import Root
-from kvstrata.store.scan import size_on_disk
-from kvstrata.store.surroundings import Surroundings
+from kvstrata.store.publish import Publisher
 
 __all__ = ["Storer"]
-
-_TRIES = 3
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +24,12 @@ class Storer:
     """Runs the puts of a batch on the pool; a put that waits for room waits outside of it."""
 
     def __init__(
-        self,
-        root: Root,
-        io: BlockIO,
-        index: Index,
-        capacity: Capacity,
-        surroundings: Surroundings,
-        keeper: Keeper,
-        pool: Pool,
+        self, io: BlockIO, index: Index, capacity: Capacity, publisher: Publisher, keeper: Keeper, pool: Pool
     ) -> None:
-        self._root = root
         self._io = io
         self._index = index
         self._capacity = capacity
-        self._surroundings = surroundings
+        self._publisher = publisher
         self._keeper = keeper
         self._pool = pool
 
@@ -91,16 +74,15 @@ class Storer:
             return
         batch.enter()
         try:
-            try:
-                done = self._try(batch, at, itemsize)
-            finally:
-                self._surroundings.around(batch.entries[at])
+            buffer = batch.buffers[at]
+            done = self._publisher.write(
+                batch.entries[at],
+                len(buffer),
+                lambda: self._io.write(batch.keys[at], buffer, itemsize, batch.lease, publish=batch.lease.publish),
+            )
         except Expired:
             self._give_up(batch, at, "deadline")
         except OSError as error:
-            if error.errno in _FULL:
-                self._capacity.short(len(batch.buffers[at]))
-            log.warning("block store: cannot store a block: %s", error)
             self._give_up(batch, at, error_word(error))
         except Exception:
             log.exception("block store: a put failed")
@@ -110,31 +92,11 @@ class Storer:
         finally:
             batch.leave()
 
-    def _try(self, batch: Batch, at: int, itemsize: int) -> Written:
-        for left in reversed(range(_TRIES)):
-            try:
-                return self._io.write(
-                    batch.keys[at], batch.buffers[at], itemsize, batch.lease, publish=batch.lease.publish
-                )
-            except OSError as error:
-                # EPERM: ext4's word for a directory that was removed after it was found (the evictor tidies).
-                if not left or error.errno not in (errno.ENOENT, errno.EPERM):
-                    raise
-                if self._root.heal():
-                    self._keeper.audit(blocks=True)
-        raise AssertionError("unreachable")
-
     def _stored(self, batch: Batch, at: int, done: Written) -> None:
         entry = batch.entries[at]
-        if not done.existed:
-            self._index.written(entry, done.allocated, done.mtime_ns)
-            self._keeper.new(entry)
-            batch.settle(at, Result(Outcome.STORED, nbytes=done.allocated))
+        self._index.written(entry, *self._publisher.facts(entry, done))
+        if done.existed:
+            batch.settle(at, Result(Outcome.PRESENT))
             return
-        # Somebody put the file there by hand. It is checked when it is read, like any other.
-        nbytes, used_ns = None, 0
-        with suppress(OSError):
-            status = os.lstat(Path(self._root.path, self._index.names.path(entry)))
-            nbytes, used_ns = size_on_disk(status), status.st_mtime_ns
-        self._index.written(entry, nbytes, used_ns)
-        batch.settle(at, Result(Outcome.PRESENT))
+        self._keeper.new(entry)
+        batch.settle(at, Result(Outcome.STORED, nbytes=done.allocated))
