@@ -17,16 +17,17 @@ __all__ = [
 
 
 class EngineError(Exception):
-    """Base. `status`: HTTP; `word`: short, stable, for programs; the text is for people."""
+    """Base. `status`: HTTP; `word`: short, stable, for programs (the class's name); the text is for people."""
 
     status = 500
-    word = "EngineError"
+
+    @property
+    def word(self) -> str:
+        return type(self).__name__
 
 
 class Full(EngineError):
     """No room for it now. `retry`: it passes by itself (503), else somebody has to make room (507)."""
-
-    word = "Full"
 
     def __init__(self, text: str, *, retry: bool = False) -> None:
         super().__init__(text)
@@ -38,29 +39,24 @@ class TooLarge(EngineError):
     """The value can never be stored with these settings."""
 
     status = 413
-    word = "TooLarge"
 
 
 class Refused(EngineError):
     """The request makes no sense as it stands (an empty key, a version that is already retired, ...)."""
 
     status = 400
-    word = "Refused"
 
 
 class StaleVersion(Refused):
     """The tenant's data version has passed the one of this entry."""
 
     status = 409
-    word = "StaleVersion"
 
 
 class Corrupt(EngineError):
     """The bytes on disk are not those that were stored; the block is already removed. `sent`: some left before that,
     all of them good ones: the connection must be cut, so that the client sees a short body.
     """
-
-    word = "Corrupt"
 
     def __init__(self, text: str, *, sent: bool = False) -> None:
         super().__init__(text)
@@ -71,25 +67,21 @@ class StillReferenced(EngineError):
     """A snapshot with branches."""
 
     status = 409
-    word = "StillReferenced"
 
 
 class NoSuchSnapshot(EngineError):
     """None of this tenant's."""
 
     status = 404
-    word = "NoSuchSnapshot"
 
 
 class NoSuchBranch(EngineError):
     """None of this tenant's."""
 
     status = 404
-    word = "NoSuchBranch"
 
 
 class NoSuchBranchKey(EngineError):
     """Neither the branch nor its snapshot has the key."""
 
     status = 404
-    word = "NoSuchBranchKey"
