@@ -21,6 +21,7 @@ from rich.console import Console
 
 from kvstrata.deploy import status, status_disk, status_probe
 from kvstrata.proof import own_blocks, prom
+from kvstrata.proof.client import RequestFailed, VllmClient
 from kvstrata.proof.bench_report import BenchReport, Series, break_even
 from kvstrata.proof.control import OwnBlocks, pack
 from kvstrata.store.folders import make_folders
@@ -36,6 +37,67 @@ def test_counters_are_summed_over_the_labels_that_are_not_named() -> None:
     assert samples.sum("a", m="z") == 4.5
     assert samples.sum("absent") == 0.0
     assert samples.labels("a")["m"] == "x/y"
+
+
+def test_a_label_holds_what_unicode_calls_the_end_of_a_line() -> None:
+    assert prom.parse('a{m="x\u2028y\x85z"} 3\nb 1\n').sum("a") == 3.0
+
+
+class _Streams(BaseHTTPRequestHandler):
+    """Answers a completion with the events of `events`, one write each."""
+
+    events: tuple[bytes, ...] = ()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
+        self.end_headers()
+        for event in self.events:
+            self.wfile.write(event)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+@pytest.fixture
+def streams() -> Iterator[VllmClient]:
+    with socketserver.TCPServer(("127.0.0.1", 0), _Streams) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = VllmClient(f"http://127.0.0.1:{server.server_address[1]}", timeout_s=10)
+        client._model = "m"
+        yield client
+        client.close()
+        server.shutdown()
+
+
+def _event(text: str) -> bytes:
+    return (
+        b"data: " + json.dumps({"choices": [{"text": text, "token_ids": [1]}]}, ensure_ascii=False).encode() + b"\n\n"
+    )
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\x85b", "a\x7fb"])
+def test_an_answer_may_hold_what_unicode_calls_the_end_of_a_line(streams: VllmClient, text: str) -> None:
+    """JSON does not escape these, and a model that goes on from random tokens writes them."""
+    _Streams.events = (_event(text), _event("c"), b"data: [DONE]\n\n")
+    answer = streams.complete([1, 2], 2)
+    assert (answer.text, answer.token_ids) == (text + "c", (1, 1))
+
+
+def test_an_event_in_pieces_is_one_event(streams: VllmClient) -> None:
+    whole = _event("né")
+    _Streams.events = (*(whole[at : at + 1] for at in range(len(whole))), b"data: [DONE]\n\n")
+    assert streams.complete([1, 2], 1).text == "né"
+
+
+@pytest.mark.parametrize(
+    "events", [(b'data: {"choices": [{"te\n\n',), (_event("a"), b'data: {"cho'), (_event("a"),), ()]
+)
+def test_a_stream_cut_short_is_a_failed_request(streams: VllmClient, events: tuple[bytes, ...]) -> None:
+    _Streams.events = events
+    with pytest.raises(RequestFailed, match="needed: an answer"):
+        streams.complete([1, 2], 2)
 
 
 def test_prompts_travel_as_one_argument_each() -> None:

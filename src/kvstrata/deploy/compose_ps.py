@@ -33,7 +33,7 @@ def parse_ps(text: str) -> list[ServiceState]:
     text = text.strip()
     if not text:
         return []
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]
     rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in lines]
     return sorted((_state(row) for row in rows), key=lambda state: state.service)
 

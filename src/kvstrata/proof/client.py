@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import httpx_sse
 
 from kvstrata.deploy.errors import KvError
 from kvstrata.proof.prom import Samples, parse
@@ -181,19 +182,22 @@ class VllmClient:
         return self._model or self.facts().model
 
     def _stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        # httpx_sse and not httpx's iter_lines: that one also ends a line at U+2028, which an answer may hold.
         try:
-            with self._http.stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    raise RequestFailed(f"found: HTTP {answer.status_code} {answer.read()[:300]!r}; needed: 200")
-                for line in answer.iter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    event = json.loads(line[6:])
+            with httpx_sse.connect_sse(self._http, "POST", "/v1/completions", json=body) as source:
+                if source.response.status_code != 200:
+                    said = source.response.read()[:300]
+                    raise RequestFailed(f"found: HTTP {source.response.status_code} {said!r}; needed: 200")
+                for sent in source.iter_sse():
+                    if sent.data == "[DONE]":
+                        return
+                    event = json.loads(sent.data)
                     if "error" in event:
                         raise RequestFailed(f"found: error in the stream: {event['error']}; needed: an answer")
                     yield event
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ValueError) as error:
             raise RequestFailed(f"found: {type(error).__name__}: {error}; needed: an answer") from error
+        raise RequestFailed("found: a stream that was cut short; needed: an answer")
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:

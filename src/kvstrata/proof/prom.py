@@ -44,7 +44,7 @@ class Samples:
 def parse(text: str) -> Samples:
     """Read an exposition; lines that are not samples are skipped."""
     rows: list[tuple[str, Mapping[str, str], float]] = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # not splitlines: a label may hold U+2028
         if line.startswith("#"):
             continue
         match = _LINE.match(line)
