@@ -21,8 +21,8 @@ from rich.console import Console
 
 from kvstrata.deploy import status, status_disk, status_probe
 from kvstrata.proof import own_blocks, prom
-from kvstrata.proof.client import RequestFailed, VllmClient
 from kvstrata.proof.bench_report import BenchReport, Series, break_even
+from kvstrata.proof.client import RequestFailed, VllmClient
 from kvstrata.proof.control import OwnBlocks, pack
 from kvstrata.store.folders import make_folders
 from kvstrata.store.keys import BlockKey
