@@ -1,7 +1,7 @@
 """One keep-alive connection to a server of /kv, with one deadline over everything that a call does.
 
-http.client speaks the protocol; the sockets under it know the call's deadline, so that a server which sends a byte now
-and then ends with it as well. Bodies go from the caller's buffer to the socket and back, without a copy between.
+http.client speaks the protocol over the timed sockets of remote_connection. Bodies go from the caller's buffer to the
+socket and back, without a copy between.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import json
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 from kvstrata.doors import remote_frame
+from kvstrata.doors.remote_connection import Connection
 from kvstrata.doors.remote_settings import RemoteError, RemoteSettings
 from kvstrata.store.checksum import crc32
 
@@ -60,7 +60,7 @@ class Wire:
     def __init__(self, settings: RemoteSettings) -> None:
         self._settings = settings
         self._base = settings.url.path.rstrip("/") + "/kv/"
-        self._http: _Connection | None = None
+        self._http: Connection | None = None
         self._socket: Any = None  # http.client lets go of its own when the server says `Connection: close`
         self._lock = threading.Lock()
         self._aborted = False
@@ -184,10 +184,10 @@ class Wire:
                     connection.send(body)
             return connection.getresponse()
 
-    def _connected(self, deadline: float) -> _Connection:
+    def _connected(self, deadline: float) -> Connection:
         if not self.reused:
             self.close()
-            fresh = _Connection(self._settings, deadline)
+            fresh = Connection(self._settings, deadline)
             fresh.connect()
             self._http = fresh
         assert self._http is not None
@@ -249,93 +249,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return "tls"
     return "lost" if isinstance(error, (OSError, http.client.RemoteDisconnected)) else "rubbish"
-
-
-class _Timed:
-    """Socket whose every wait ends at `deadline` (time.monotonic)."""
-
-    deadline = 0.0
-
-    def _arm(self) -> None:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("deadline")
-        self.settimeout(left)  # type: ignore[attr-defined]
-
-    def recv_into(self, *args: Any, **kwargs: Any) -> int:
-        self._arm()
-        return int(super().recv_into(*args, **kwargs))  # type: ignore[misc]
-
-    def send(self, *args: Any, **kwargs: Any) -> int:
-        self._arm()
-        return int(super().send(*args, **kwargs))  # type: ignore[misc]
-
-    def sendall(self, *args: Any, **kwargs: Any) -> None:
-        self._arm()  # plain sockets: the time-out is that of the whole call; TLS calls `send` for each part
-        super().sendall(*args, **kwargs)  # type: ignore[misc]
-
-
-class _Plain(_Timed, socket.socket):
-    pass
-
-
-class _Tls(_Timed, ssl.SSLSocket):
-    pass
-
-
-class _Connection(http.client.HTTPConnection):
-    """http.client over a timed socket; resolves, connects and greets within the deadline of the first call."""
-
-    sock: Any
-
-    def __init__(self, settings: RemoteSettings, deadline: float) -> None:
-        url = settings.url
-        super().__init__(str(url.hostname), url.port or (443 if url.scheme == "https" else 80))
-        self.bearer = settings.bearer()
-        self._deadline, self._tls, self._ca = deadline, url.scheme == "https", settings.ca_file
-        self.auto_open = 0  # a lost connection is an error to see, not to hide
-
-    def connect(self) -> None:
-        last: OSError = ConnectionRefusedError("no address")
-        for family, address in _resolve(self.host, self.port, self._deadline):
-            plain = _Plain(family, socket.SOCK_STREAM)
-            plain.deadline = self._deadline
-            try:
-                plain._arm()
-                plain.connect(address)
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.sock = self._greet(plain) if self._tls else plain
-                return
-            except OSError as error:
-                plain.close()
-                last = error
-        raise last
-
-    def _greet(self, plain: _Plain) -> _Tls:
-        context = ssl.create_default_context(cafile=str(self._ca) if self._ca else None)
-        context.sslsocket_class = _Tls
-        plain._arm()
-        made: Any = context.wrap_socket(plain, server_hostname=self.host)
-        made.deadline = self._deadline
-        return made  # type: ignore[no-any-return]
-
-
-def _resolve(host: str, port: int, deadline: float) -> list[tuple[int, Any]]:
-    """Addresses of `host`. getaddrinfo has no time-out of its own, so it runs aside and is left behind when late."""
-    found: list[tuple[int, Any]] = []
-    failed: list[OSError] = []
-
-    def look() -> None:
-        try:
-            found.extend((f, a) for f, _, _, _, a in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except OSError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=look, name="kvstrata-resolve", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError("name lookup")
-    return found
