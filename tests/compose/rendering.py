@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstrata.deploy import settings
+from kvstrata.deploy.knobs import MANAGED_KEYS, USER_KEYS
 
 ROOT = Path(__file__).parents[2]
 OLDEST = "2.24.7"  # the oldest that the README promises
@@ -19,7 +19,7 @@ NEWEST = "5.6.1"
 
 #: A managed block with values that are hard to quote where they may be.
 MANAGED = {
-    **dict.fromkeys(settings.MANAGED_KEYS, "1"),
+    **dict.fromkeys(MANAGED_KEYS, "1"),
     "KV_PULL_POLICY": "never",
     "KV_IMAGE_VLLM": "kvstrata/vllm:cpu-0123456789ab",
     "KV_IMAGE_LMCACHE": "kvstrata/vllm:cpu-0123456789ab",
@@ -63,7 +63,7 @@ class Version:
     binary: str
 
     def run(self, root: Path, *args: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        known = {*settings.USER_KEYS, *settings.MANAGED_KEYS}
+        known = {*USER_KEYS, *MANAGED_KEYS}
         env = {k: v for k, v in os.environ.items() if k not in known and not k.startswith("COMPOSE_")}
         return subprocess.run(
             [self.binary, *args], cwd=root, env={**env, **extra}, capture_output=True, text=True, check=False

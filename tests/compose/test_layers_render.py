@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstrata.deploy import layers, settings
+from kvstrata.deploy.knobs import USER_KEYS
 from kvstrata.doors.remote_settings import RemoteSettings
 from kvstrata.store.settings import StoreSettings
 from tests.compose.rendering import MANAGED, ROOT, Checkout, Version
@@ -173,8 +174,8 @@ def test_the_disk_layer_hands_the_stores_settings_to_lmcache_alone(compose: Vers
 
 def test_the_disk_layers_defaults_are_those_of_the_settings(compose: Version, checkout: Checkout) -> None:
     env = compose.config(checkout(_stack("cpu")))["services"]["lmcache"]["environment"]
-    knobs = [key for key in settings.USER_KEYS if key.startswith("KV_STORE_") and key != "KV_STORE_CLASSES"]
-    assert {key: env[key] for key in knobs} == {key: settings.USER_KEYS[key] for key in knobs}
+    knobs = [key for key in USER_KEYS if key.startswith("KV_STORE_") and key != "KV_STORE_CLASSES"]
+    assert {key: env[key] for key in knobs} == {key: USER_KEYS[key] for key in knobs}
     bare = [path for path in _stack("cpu") if path.stem != "nvme"]
     ram_only = compose.config(checkout(bare))["services"]["lmcache"]["environment"]
     assert ram_only["KV_L2"] == "" and not [key for key in ram_only if key.startswith("KV_STORE")]

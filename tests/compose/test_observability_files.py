@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstrata.deploy import layers, settings
+from kvstrata.deploy import layers
+from kvstrata.deploy.knobs import USER_KEYS
 from kvstrata.deploy.lock import load
 from tests.compose.rendering import ROOT, Checkout, Version
 from tests.compose.test_layers_render import _bytes as byte_count
@@ -60,7 +61,7 @@ def test_pages_are_published_and_what_is_for_machines_is_not(compose: Version, c
     pages = {"prometheus": "9401", "alertmanager": "9402", "traces": "9403", "grafana": "9404"}
     assert {name: ports for name, ports in published.items() if name in pages} == {n: [p] for n, p in pages.items()}
     assert set(published) - set(pages) == {"vllm", "proxy"}
-    assert set(pages.values()) <= set(settings.USER_KEYS.values())
+    assert set(pages.values()) <= set(USER_KEYS.values())
 
 
 @pytest.mark.parametrize("service", ["otelcol", "prometheus", "alertmanager", "traces", "grafana"])

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS
+from kvstrata.deploy.knobs import MANAGED_KEYS, USER_KEYS
 from tests.stack.harness import REPOSITORY, Answer, Stack, chunks, prompt
 
 pytestmark = pytest.mark.stack

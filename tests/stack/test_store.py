@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvstrata.deploy import settings
+from kvstrata.deploy.knobs import USER_KEYS
 from kvstrata.proof import own_blocks
 from kvstrata.proof.control import OwnBlocks, pack
 from kvstrata.proof.docker_control import DockerControl
@@ -186,7 +187,7 @@ class Sampler:
 @contextmanager
 def knobs(stack: Stack, **values: str) -> Iterator[None]:
     """The stack with other settings, and back."""
-    before = {key: settings.USER_KEYS[key] for key in values}
+    before = {key: USER_KEYS[key] for key in values}
     stack.set(**values)
     try:
         stack.ok("up", "--no-proof")

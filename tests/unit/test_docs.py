@@ -20,7 +20,7 @@ from tests.stack import test_docs as on_stack
 from kvstrata import cli
 from kvstrata.deploy import checks_disk, dotenv
 from kvstrata.deploy.host import GIB
-from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS
+from kvstrata.deploy.knobs import MANAGED_KEYS, USER_KEYS
 from kvstrata.proof import sizing
 
 ROOT = Path(__file__).parents[2]

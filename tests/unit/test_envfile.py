@@ -16,10 +16,11 @@ from rich.console import Console
 
 from kvstrata.deploy import dotenv, envfile, settings, up
 from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.knobs import MANAGED_KEYS
 from kvstrata.deploy.steps import Steps
 
 ROOT = Path(__file__).parents[2]
-VALUES = {key: f"value of {key}" for key in settings.MANAGED_KEYS}
+VALUES = {key: f"value of {key}" for key in MANAGED_KEYS}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.deploy import dotenv, settings
 from kvstrata.deploy.errors import KvError
+from kvstrata.deploy.knobs import MANAGED_KEYS, RENAMED, USER_KEYS
 from kvstrata.launch import config
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def write(root: Path, text: str) -> Path:
 
 def test_the_example_holds_every_knob_with_its_default_and_a_comment() -> None:
     text = (ROOT / ".env.example").read_text()
-    assert {e.key: e.value for e in dotenv.parse_text(text, ".env.example", {})} == dict(settings.USER_KEYS)
+    assert {e.key: e.value for e in dotenv.parse_text(text, ".env.example", {})} == dict(USER_KEYS)
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if "=" in line and not line.startswith("#") and not line.startswith("KV_GID"):
@@ -133,6 +134,6 @@ def test_a_wrong_exported_value_is_blamed_on_the_environment(tmp_path: Path) -> 
 
 
 def test_every_renamed_knob_leads_to_one_that_exists() -> None:
-    assert set(settings.RENAMED.values()) <= set(settings.USER_KEYS)
-    assert not set(settings.RENAMED) & (set(settings.USER_KEYS) | set(settings.MANAGED_KEYS))
-    assert not set(settings.USER_KEYS) & set(settings.MANAGED_KEYS)
+    assert set(RENAMED.values()) <= set(USER_KEYS)
+    assert not set(RENAMED) & (set(USER_KEYS) | set(MANAGED_KEYS))
+    assert not set(USER_KEYS) & set(MANAGED_KEYS)

@@ -22,7 +22,8 @@ from typing import Any
 from kvstrata.deploy import causes
 from kvstrata.deploy.compose_ps import ServiceState, parse_ps
 from kvstrata.deploy.errors import CommandFailed, KvError
-from kvstrata.deploy.settings import MANAGED_KEYS, Settings
+from kvstrata.deploy.knobs import MANAGED_KEYS
+from kvstrata.deploy.settings import Settings
 from kvstrata.deploy.shell import INTERRUPTED
 
 __all__ = ["Compose", "ServiceState", "StackFailed", "parse_ps"]

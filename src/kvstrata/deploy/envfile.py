@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvstrata.deploy import dotenv, folders, kv_engine
 from kvstrata.deploy.errors import KvError
-from kvstrata.deploy.settings import MANAGED_KEYS, USER_KEYS, Settings
+from kvstrata.deploy.knobs import MANAGED_KEYS, USER_KEYS
+from kvstrata.deploy.settings import Settings
 
 __all__ = [
     "check_data",

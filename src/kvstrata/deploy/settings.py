@@ -6,63 +6,18 @@ and refuses what it does not know, so that a misspelt knob can never be silently
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from kvstrata.deploy import dotenv
-from kvstrata.deploy.errors import KvError
-from kvstrata.launch.config import NUMBER
+from kvstrata.deploy.knob_values import Reader, absolute
+from kvstrata.deploy.knobs import ENV_VERSION, USER_KEYS, places
 
-__all__ = ["ENV_VERSION", "MANAGED_KEYS", "RENAMED", "USER_KEYS", "Settings", "load"]
-
-ENV_VERSION = 1
-
-#: Every user knob with its default: .env.example carries the same, a test compares them.
-USER_KEYS: Mapping[str, str] = {
-    "KV_ENV_VERSION": str(ENV_VERSION), "COMPOSE_PROJECT_NAME": "kvstrata",
-    "KV_PERSIST": "1", "KV_LAYERS": "nvme", "KV_DEVICE": "", "KV_IMAGE_SOURCE": "", "KV_REGISTRY": "",
-    "KV_INSTALL_ENGINE": "1", "KV_MODEL": "", "MODEL_DIR": "", "KV_VLLM_EXTRA_ARGS": "",
-    "KV_PORT": "8000", "KV_METRICS_PORT": "9400", "KV_CHUNK_SIZE": "256",
-    "KV_L1_GB": "", "KV_L2_GB": "", "KV_VLLM_KV_GB": "", "KV_VLLM_MEM_GB": "", "KV_LMCACHE_MEM_GB": "",
-    "KV_STORE_CODEC": "raw", "KV_STORE_IO": "buffered", "KV_STORE_LOAD_DEADLINE": "10", "KV_STORE_FREE_FLOOR_GB": "",
-    "KV_STORE_CLASSES": "", "KV_CACHE_ALLOW_FS": "",
-    "KV_ENGINE_URL": "", "KV_RESP_URL": "", "KV_ENGINE_DEADLINE": "5", "KV_ENGINE_CONNECTIONS": "4", "KV_ENGINE_CA": "",
-    "KV_ENGINE_PORT": "9130", "KV_ENGINE_DIR": "", "KV_ENGINE_HOT_GB": "0", "KV_ENGINE_DURABILITY": "process",
-    "KV_OBSERVABILITY": "", "KV_PROMETHEUS_PORT": "9401", "KV_ALERTMANAGER_PORT": "9402", "KV_TRACES_PORT": "9403",
-    "KV_GRAFANA_PORT": "9404", "KV_GRAFANA_ANONYMOUS": "0", "KV_PROMETHEUS_GB": "2", "KV_TRACE_SHARE": "1",
-    "KV_DATA_DIR": "./data", "KV_CACHE_DIR": "", "KV_UID": "", "KV_GID": "",
-    "KV_WAIT_TIMEOUT": "300", "KV_TRANSFER_MODE": "auto", "KV_MQ_TIMEOUT": "5", "KV_HEARTBEAT": "5",
-    "KV_BASE_IMAGE": "", "KV_CA_BUNDLE": "",
-}  # fmt: skip
-
-#: What the CLI writes for compose, in this order (envfile.write_managed).
-MANAGED_KEYS: tuple[str, ...] = (
-    "COMPOSE_FILE", "KV_PULL_POLICY", "KV_IMAGE_VLLM", "KV_IMAGE_LMCACHE", "KV_IMAGE_PROXY",
-    "KV_IMAGE_ENGINE",
-    "KV_MODEL_NAME", "KV_MODEL_PATH", "KV_IDENTITY", "KV_VLLM_ARGS",
-    "KV_PLAN_L1_GB", "KV_PLAN_L2_BYTES", "KV_PLAN_SHM_BYTES", "KV_PLAN_VLLM_KV_GB", "KV_PLAN_VLLM_MEM",
-    "KV_PLAN_LMCACHE_MEM",
-    "KV_PLAN_ENGINE_MEM", "KV_PLAN_ENGINE_HOT", "KV_PLAN_ENGINE_BUFFERS",
-    "KV_ENGINE_ADDRESS", "KV_ENGINE_PATH", "KV_RESP_HOST", "KV_RESP_PORT", "KV_RESP_USER", "KV_RESP_SECRET",
-    "KV_STORE_NET_INTERNAL",
-    "KV_CACHE_PATH", "KV_CLASSES_PATH", "KV_SECRETS_PATH", "KV_STATE_PATH",
-    "KV_HOST_NAME", "KV_OBSERVABILITY_PATH", "KV_OBSERVABILITY_HASH", "KV_OBSERVED_DISK", "KV_PROMETHEUS_SCRAPE",
-    "KV_TRACES_COMMAND", "KV_IMAGE_OTELCOL", "KV_IMAGE_PROMETHEUS", "KV_IMAGE_ALERTMANAGER", "KV_IMAGE_NODE_EXPORTER",
-    "KV_IMAGE_TRACES", "KV_IMAGE_GRAFANA", "KV_IMAGE_GPU_EXPORTER",
-)  # fmt: skip
-
-#: Old name -> new name. An old name is an error that names the new one; it is never read.
-RENAMED: Mapping[str, str] = {
-    "KV_MODEL_DIR": "MODEL_DIR",
-    "KV_METRICS": "KV_METRICS_PORT",
-    "KV_DISK_DIR": "KV_CACHE_DIR",
-}
+__all__ = ["Settings", "load"]
 
 DEVICES = ("cpu", "nvidia", "gb10")
 DURABILITIES = ("process", "fsync")
@@ -70,7 +25,6 @@ CODECS = ("raw", "lz4", "zstd")
 IO_MODES = ("buffered", "direct")
 IMAGE_SOURCES = ("build", "pull")
 TRANSFER_MODES = ("auto", "engine_driven", "lmcache_driven", "pickle")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -187,7 +141,7 @@ def load(root: Path, environ: Mapping[str, str] | None = None) -> Settings:
     env = os.environ if environ is None else environ
     path = root / ".env"
     entries = dotenv.parse(path, env) if path.exists() else []
-    where = _check_keys(path, entries)
+    where = places(path, entries)
     values = dict(USER_KEYS)
     values.update({e.key: e.value for e in entries if not e.managed})
     for key in USER_KEYS:
@@ -195,107 +149,10 @@ def load(root: Path, environ: Mapping[str, str] | None = None) -> Settings:
             values[key] = env[key]
             where[key] = f"{key} of the environment"
     managed = {e.key: e.value for e in entries if e.managed}
-    return _build(root.absolute(), _Reader(values, where), managed)
+    return _build(root.absolute(), Reader(values, where), managed)
 
 
-def _check_keys(path: Path, entries: list[dotenv.Entry]) -> dict[str, str]:
-    """Where each user knob stands ("file:line"), after refusing names that are unknown, renamed, managed or doubled."""
-    where: dict[str, str] = {}
-    for entry in entries:
-        at = f"{path}:{entry.line}"
-        if entry.managed:
-            continue
-        if entry.key in RENAMED:
-            new = RENAMED[entry.key]
-            raise KvError(f"{at}: {entry.key} was renamed", f"{new}", f"rename {entry.key} to {new} in that line")
-        if entry.key in MANAGED_KEYS:
-            raise KvError(f"{at}: {entry.key} is written by the CLI", "it only between the two marker lines",
-                          "delete that line")  # fmt: skip
-        if entry.key not in USER_KEYS:
-            near = difflib.get_close_matches(entry.key, USER_KEYS, n=1, cutoff=0.0)[0]
-            raise KvError(f"{at}: unknown setting {entry.key}", f"a setting of .env.example; the nearest is {near}",
-                          f"rename it to {near}, or delete that line")  # fmt: skip
-        if entry.key in where:
-            raise KvError(f"{at}: {entry.key} stands twice, first at {where[entry.key]}", "one line a setting",
-                          "delete one of the two")  # fmt: skip
-        where[entry.key] = at
-    return where
-
-
-class _Reader:
-    """Typed access to raw values; every complaint names where the value came from."""
-
-    def __init__(self, values: Mapping[str, str], where: Mapping[str, str]) -> None:
-        self._values, self._where = values, where
-
-    def text(self, key: str) -> str:
-        value = self._values[key]
-        if value != value.strip():
-            at = self._where.get(key, key)
-            raise KvError(f"{at}: {key}={value!r}", "no white space at its ends: docker compose hands it on as it is",
-                          f"{key}={dotenv.quote(value.strip())}")  # fmt: skip
-        return value
-
-    def matching(self, key: str, pattern: str, needed: str) -> str:
-        value = self.text(key)
-        if not re.fullmatch(pattern, value):
-            raise self.bad(key, needed)
-        return value
-
-    def bad(self, key: str, needed: str, fix: str = "") -> KvError:
-        at = self._where.get(key, f"{key} (default)")
-        return KvError(f"{at}: {key}={self._values[key]}", needed, fix or f"set {key} to {needed} in .env")
-
-    def parsed(self, key: str, parse: Callable[[str], _T], needed: str) -> _T:
-        try:
-            return parse(self.text(key))
-        except ValueError:
-            raise self.bad(key, needed) from None
-
-    def number(self, key: str, low: float, high: float, needed: str) -> float:
-        value = self.parsed(key, _decimal, needed)
-        if not low <= value <= high:  # also false for nan
-            raise self.bad(key, needed)
-        return value
-
-    def whole(self, key: str, low: int, high: int, needed: str) -> int:
-        value = self.parsed(key, _digits, needed)
-        if not low <= value <= high:
-            raise self.bad(key, needed)
-        return value
-
-    def size(self, key: str) -> float | None:
-        return self.number(key, 0.001, 1 << 20, "a number of GiB greater than 0, or blank") if self.text(key) else None
-
-    def flag(self, key: str) -> bool:
-        if self.text(key) not in ("0", "1"):
-            raise self.bad(key, "0 or 1")
-        return self.text(key) == "1"
-
-    def choice(self, key: str, allowed: tuple[str, ...], blank: bool) -> str:
-        value = self.text(key)
-        if value in allowed or (blank and not value):
-            return value
-        near = difflib.get_close_matches(value, allowed, n=1)
-        needed = "one of " + ", ".join(allowed) + (", or blank" if blank else "")
-        raise self.bad(key, needed, f"set {key}={near[0]} in .env" if near else "")
-
-
-def _digits(text: str) -> int:
-    """int() also takes "1_000", " 5" and "+5", which docker compose would pass on as they are."""
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise ValueError(text)
-    return int(text)
-
-
-def _decimal(text: str) -> float:
-    """float() also takes "1e1", ".5" and other alphabets' digits, at which the launcher in the container would stop."""
-    if not NUMBER.fullmatch(text):
-        raise ValueError(text)
-    return float(text)
-
-
-def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
+def _build(root: Path, r: Reader, managed: Mapping[str, str]) -> Settings:
     if r.text("KV_ENV_VERSION") != str(ENV_VERSION):
         raise r.bad("KV_ENV_VERSION", str(ENV_VERSION),
                     f"compare .env with .env.example, mend it, then set KV_ENV_VERSION={ENV_VERSION}")  # fmt: skip
@@ -309,7 +166,7 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
     if engine_port in (port, metrics_port):
         raise r.bad("KV_ENGINE_PORT", "another port than KV_PORT and KV_METRICS_PORT", "change it in .env")
     watch_ports = _watch_ports(r, {port, metrics_port, engine_port})
-    data_dir = _path(root, r.text("KV_DATA_DIR") or USER_KEYS["KV_DATA_DIR"])
+    data_dir = absolute(root, r.text("KV_DATA_DIR") or USER_KEYS["KV_DATA_DIR"])
     image = r"([A-Za-z0-9][A-Za-z0-9._/:@-]*)?"
     ids = "a user or group id from 0 to 2147483647, or blank"
     return Settings(
@@ -322,7 +179,7 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         registry=r.matching("KV_REGISTRY", image, "a registry and path without spaces, or blank").rstrip("/"),
         install_engine=r.flag("KV_INSTALL_ENGINE"),
         model=r.text("KV_MODEL"),
-        model_dir=_path(root, r.text("MODEL_DIR")) if r.text("MODEL_DIR") else None,
+        model_dir=absolute(root, r.text("MODEL_DIR")) if r.text("MODEL_DIR") else None,
         vllm_extra_args=tuple(r.parsed("KV_VLLM_EXTRA_ARGS", shlex.split, "arguments with balanced quotes")),
         port=port,
         metrics_port=metrics_port,
@@ -340,7 +197,7 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         store_free_floor_gb=r.number("KV_STORE_FREE_FLOOR_GB", 0, 1 << 20, "a number of GiB, 0 or more, or blank")
         if r.text("KV_STORE_FREE_FLOOR_GB")
         else None,
-        store_classes=_path(root, r.text("KV_STORE_CLASSES") or "configs/store-classes.json"),
+        store_classes=absolute(root, r.text("KV_STORE_CLASSES") or "configs/store-classes.json"),
         cache_allow_fs=tuple(r.text("KV_CACHE_ALLOW_FS").replace(",", " ").split()),
         engine_url=r.matching(
             "KV_ENGINE_URL",
@@ -354,15 +211,15 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         ),
         engine_deadline=r.number("KV_ENGINE_DEADLINE", 0.1, 120, "a number of seconds from 0.1 to 120"),
         engine_connections=r.whole("KV_ENGINE_CONNECTIONS", 1, 64, "a number from 1 to 64"),
-        engine_ca=_path(root, r.text("KV_ENGINE_CA")) if r.text("KV_ENGINE_CA") else None,
+        engine_ca=absolute(root, r.text("KV_ENGINE_CA")) if r.text("KV_ENGINE_CA") else None,
         engine_port=engine_port,
-        engine_dir=_path(root, r.text("KV_ENGINE_DIR")) if r.text("KV_ENGINE_DIR") else data_dir / "engine",
+        engine_dir=absolute(root, r.text("KV_ENGINE_DIR")) if r.text("KV_ENGINE_DIR") else data_dir / "engine",
         engine_hot_gb=r.number("KV_ENGINE_HOT_GB", 0, 1 << 20, "a number of GiB, 0 or more"),
         engine_durability=r.choice("KV_ENGINE_DURABILITY", DURABILITIES, blank=False),
         observability=r.flag("KV_OBSERVABILITY") if r.text("KV_OBSERVABILITY") else None,
         watch_ports=watch_ports,
         data_dir=data_dir,
-        cache_dir=_path(root, r.text("KV_CACHE_DIR")) if r.text("KV_CACHE_DIR") else data_dir / "cache",
+        cache_dir=absolute(root, r.text("KV_CACHE_DIR")) if r.text("KV_CACHE_DIR") else data_dir / "cache",
         uid=r.whole("KV_UID", 0, 2**31 - 1, ids) if r.text("KV_UID") else None,
         gid=r.whole("KV_GID", 0, 2**31 - 1, ids) if r.text("KV_GID") else None,
         wait_timeout=r.whole("KV_WAIT_TIMEOUT", 1, 86400, "a number of seconds from 1 to 86400"),
@@ -370,12 +227,12 @@ def _build(root: Path, r: _Reader, managed: Mapping[str, str]) -> Settings:
         mq_timeout=r.number("KV_MQ_TIMEOUT", 0.1, 300, "a number of seconds from 0.1 to 300"),
         heartbeat=r.number("KV_HEARTBEAT", 0.5, 30, "a number of seconds from 0.5 to 30"),
         base_image=r.matching("KV_BASE_IMAGE", image, "the name of an image, or blank"),
-        ca_bundle=_path(root, r.text("KV_CA_BUNDLE")) if r.text("KV_CA_BUNDLE") else None,
+        ca_bundle=absolute(root, r.text("KV_CA_BUNDLE")) if r.text("KV_CA_BUNDLE") else None,
         managed=managed,
     )
 
 
-def _watch_ports(r: _Reader, taken: set[int]) -> Mapping[str, int]:
+def _watch_ports(r: Reader, taken: set[int]) -> Mapping[str, int]:
     """The pages' ports; the other knobs of those services, which only compose reads, are checked here as well."""
     r.whole("KV_PROMETHEUS_GB", 1, 1 << 20, "a whole number of GiB")
     r.number("KV_TRACE_SHARE", 0, 1, "a share from 0 to 1")
@@ -387,12 +244,3 @@ def _watch_ports(r: _Reader, taken: set[int]) -> Mapping[str, int]:
             raise r.bad(key, "a port that no other knob has", "change it in .env")
         taken.add(found[key])
     return found
-
-
-def _path(root: Path, text: str) -> Path:
-    """Absolute, `..` folded, links kept; a relative one starts at the checkout, wherever the caller stands."""
-    try:
-        return Path(os.path.normpath(root / Path(text).expanduser()))
-    except RuntimeError:
-        raise KvError(f"the path {text} in .env names a home that does not exist", "a path of this machine",
-                      "write the whole path, from / on") from None  # fmt: skip
