@@ -1,4 +1,7 @@
-"""Runs `inside_*.py` tests in the image that the stack uses: real LMCache, no server, no model."""
+"""Runs `inside_*.py` tests in the image that the stack uses: real LMCache, no server, no model.
+
+As a program it makes the images, before tests that need them run side by side.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +42,7 @@ def run(
         ],
         capture_output=True, text=True, timeout=900,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    build()

@@ -27,7 +27,8 @@ def _ensure() -> str:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return f"no Redis programs here: sudo apt-get install {_PACKAGE}"
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", _PACKAGE]
+    waiting = ["-o", "DPkg::Lock::Timeout=120"]  # for a test beside this one that installs something
+    install = ["apt-get", *waiting, "install", "-y", "-qq", "--no-install-recommends", _PACKAGE]
     for before in ([], ["apt-get", "update", "-qq"]):
         if before:
             subprocess.run(before, capture_output=True, check=False)

@@ -1,4 +1,9 @@
-"""One stack for all tests of this folder, brought up by `kvstrata up` from a copy of the checkout."""
+"""One stack for all tests of this folder, brought up by `kvstrata up` from a copy of the checkout.
+
+A start of vLLM takes half a minute. So a fixture that wants other settings only writes them, and writes them back: just
+before a test's own lines the stack is brought up once with what .env says then. Tests that want settings of their own
+for vLLM come last, so that each such stack takes the place of the one before.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,24 @@ from tests.stack.harness import Stack
 
 KEEP = "KVSTRATA_KEEP_STACK"
 _REPORT: dict[str, str] = {}
+HERE = Path(__file__).parent
+#: Fixtures that write settings with which vLLM or its cache server is another one.
+OWN_SETTINGS = ("path_a", "tight", "own_model", "by_pickle", "small_steps", "without_guard")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        names = getattr(item, "fixturenames", ()) if item.path.parent == HERE else ()
+        return next((number for number, name in enumerate(OWN_SETTINGS, 1) if name in names), 0)
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    made = getattr(item, "funcargs", {}).get("stack")
+    if isinstance(made, Stack):
+        made.settle()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -82,6 +82,7 @@ class Stack:
 
     def __init__(self, root: Path, project: str, **knobs: str) -> None:
         self.root, self.project = root, project
+        self._runs: settings.Settings | None = None
         copy_checkout(root)
         shutil.copy(Path(__file__).with_name("hook.yaml"), root / "compose" / "hook.yaml")
         port, metrics_port = self._ports() or free_ports(2)
@@ -112,14 +113,27 @@ class Stack:
     def cli(self, *args: str, timeout: float = 900, **env: str) -> CompletedProcess[str]:
         full = {k: v for k, v in os.environ.items() if not k.startswith(("COMPOSE_", "KV_"))}
         full |= {"KVSTRATA_ROOT": str(self.root), "COLUMNS": "160", **env}
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "kvstrata.cli", *args], env=full, capture_output=True, text=True, timeout=timeout
         )
+        if args[0] in ("up", "down", "rollback"):
+            self._runs = self._set_now() if args[0] == "up" and done.returncode == 0 else None
+        return done
 
     def ok(self, *args: str, **env: str) -> str:
         done = self.cli(*args, **env)
         assert done.returncode == 0, f"kvstrata {' '.join(args)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
+
+    def _set_now(self) -> settings.Settings:
+        """What the user's part of .env says."""
+        return replace(settings.load(self.root, environ={}), managed={})
+
+    def settle(self) -> None:
+        """Bring up what .env says, unless that is what the last `up` brought up."""
+        if self._runs != self._set_now():
+            self.ok("up", "--no-proof")
+            self.wait_ready()
 
     def docker(self, *args: str, check: bool = True) -> str:
         return subprocess.run(["docker", *args], capture_output=True, text=True, check=check).stdout

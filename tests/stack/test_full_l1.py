@@ -44,8 +44,7 @@ def tight(stack: Stack) -> Iterator[None]:
     """The smallest L1, and a file that stands for queues as large as the plan expects them at most."""
     stack.set(KV_L1_GB="0.25")
     try:
-        stack.ok("up", "--no-proof")
-        stack.wait_ready()
+        stack.settle()
         used, pool = look(stack)
         size = QUEUES - (used - pool) - SLACK
         run_on_volume(
@@ -55,8 +54,6 @@ def tight(stack: Stack) -> Iterator[None]:
     finally:
         run_on_volume(stack, "import pathlib; pathlib.Path('/shm/ballast').unlink(missing_ok=True)")
         stack.set(KV_L1_GB="1")
-        stack.ok("up", "--no-proof")
-        stack.wait_ready()
 
 
 def fill(stack: Stack, turn: int) -> None:

@@ -53,7 +53,7 @@ def write_adapter(folder: Path, seed: int) -> None:
 
 @pytest.fixture
 def own_model(stack: Stack, tmp_path: Path) -> Iterator[Path]:
-    """The stack runs a copy of the model that the test may change; afterwards it runs the demo model again."""
+    """The stack is to run a copy of the model that the test may change; afterwards the demo model again."""
     source = next(p for p in (stack.root / "data" / "models").iterdir() if p.is_dir())
     tmp_path.chmod(0o755)
     folder = tmp_path / "model"
@@ -65,8 +65,6 @@ def own_model(stack: Stack, tmp_path: Path) -> Iterator[Path]:
         for name in ("lora", "lora2"):
             shutil.rmtree(stack.root / "data" / "hook" / name, ignore_errors=True)
         stack.set(MODEL_DIR="", KV_VLLM_EXTRA_ARGS="")
-        stack.ok("up", "--no-proof")
-        stack.wait_ready()
 
 
 def up(stack: Stack) -> None:
@@ -76,7 +74,6 @@ def up(stack: Stack) -> None:
 
 def test_other_weights_dtype_and_adapters_are_misses_and_come_back_as_hits(stack: Stack, own_model: Path) -> None:
     text = prompt("identity")
-    up(stack)
     first = stack.store(text)
     weights = next(own_model.glob("*.safetensors"))
     keep = weights.read_bytes()

@@ -186,23 +186,26 @@ class Sampler:
 
 @contextmanager
 def knobs(stack: Stack, **values: str) -> Iterator[None]:
-    """The stack with other settings, and back."""
-    before = {key: USER_KEYS[key] for key in values}
+    """Other settings in .env, and back."""
     stack.set(**values)
     try:
-        stack.ok("up", "--no-proof")
-        stack.wait_ready()
         yield
     finally:
-        stack.set(**before)
-        stack.ok("up", "--no-proof")
-        stack.wait_ready()
+        stack.set(**{key: USER_KEYS[key] for key in values})
 
 
-def test_traffic_of_several_caps_over_kills_never_passes_the_cap_and_every_hit_is_right(stack: Stack) -> None:
+@pytest.fixture
+def capped(stack: Stack) -> Iterator[None]:
+    with knobs(stack, KV_L2_GB=f"{CAP / 2**30:.4f}"):
+        yield
+
+
+def test_traffic_of_several_caps_over_kills_never_passes_the_cap_and_every_hit_is_right(
+    stack: Stack, capped: None
+) -> None:
     """Kills come while stores are under way; each prompt is asked for again, after a kill out of what is left of it."""
     root = stack.root / "data" / "cache" / "store"
-    with knobs(stack, KV_L2_GB=f"{CAP / 2**30:.4f}"), Sampler(root) as sampler:
+    with Sampler(root) as sampler:
         cap = int(store_status(stack)["capacity_bytes"])
         assert cap <= CAP + 2**20
         asked: list[tuple[str, Answer]] = []
@@ -236,23 +239,23 @@ def test_traffic_of_several_caps_over_kills_never_passes_the_cap_and_every_hit_i
         print(f"cap {cap}, most {sampler.most}, {sampler.samples} samples, {sent:.0f} bytes sent in {number} prompts")
 
 
-def test_a_hot_prefix_outlives_the_churn_of_the_disk_and_then_a_restart(stack: Stack) -> None:
+def test_a_hot_prefix_outlives_the_churn_of_the_disk_and_then_a_restart(stack: Stack, capped: None) -> None:
     """It is only ever answered by L0 and L1; without telling the disk it would be the oldest there."""
-    with knobs(stack, KV_L2_GB=f"{CAP / 2**30:.4f}"):
-        hot = prompt("hot", 900)
-        cold = stack.store(hot)
-        block = stack.blocks()[-1].stat().st_size
-        sent, number = 0, 0
-        while sent < 2 * CAP:
-            other = stack.ask(prompt(f"churn-{number}", 1800), 2)
-            assert stack.ask(hot).text == cold.text
-            sent, number = sent + chunks(other.prompt_tokens) // CHUNK * block, number + 1
-        stack.wait_stored()
-        assert stack.metric("kvstrata_store_evictions_total") > 0
-        restart_lmcache(stack)
-        stack.drop_l0()
-        warm = stack.ask(hot)
-        assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
+    hot = prompt("hot", 900)
+    cold = stack.store(hot)
+    block = stack.blocks()[-1].stat().st_size
+    sent, number = 0, 0
+    evictions = stack.metric("kvstrata_store_evictions_total")
+    while sent < 2 * CAP:
+        other = stack.ask(prompt(f"churn-{number}", 1800), 2)
+        assert stack.ask(hot).text == cold.text
+        sent, number = sent + chunks(other.prompt_tokens) // CHUNK * block, number + 1
+    stack.wait_stored()
+    assert stack.metric("kvstrata_store_evictions_total") > evictions
+    restart_lmcache(stack)
+    stack.drop_l0()
+    warm = stack.ask(hot)
+    assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
 
 
 # -- a disk of its own: full, and hung -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -128,18 +129,17 @@ def test_status_tells_what_runs(stack: Stack) -> None:
     assert data["guard"]["loaded"] is True and data["transfer"]["mode"] == "shm"
 
 
-def test_pickle_is_seen(stack: Stack) -> None:
-    """The slow path that LMCache falls back to in silence."""
+@pytest.fixture
+def by_pickle(stack: Stack) -> Iterator[None]:
     stack.set(KV_TRANSFER_MODE="pickle")
-    try:
-        stack.ok("up", "--no-proof")
-        stack.wait_ready()
-        stack.store(prompt("pickle"))
-        assert json.loads(stack.cli("status", "--json").stdout)["transfer"]["mode"] == "pickle"
-    finally:
-        stack.set(KV_TRANSFER_MODE="auto")
-        stack.ok("up", "--no-proof")
-        stack.wait_ready()
+    yield
+    stack.set(KV_TRANSFER_MODE="auto")
+
+
+def test_pickle_is_seen(stack: Stack, by_pickle: None) -> None:
+    """The slow path that LMCache falls back to in silence."""
+    stack.store(prompt("pickle"))
+    assert stack.transfer()["mode"] == "pickle"
 
 
 def test_two_projects_on_one_host(stack: Stack, tmp_path: Path) -> None:
