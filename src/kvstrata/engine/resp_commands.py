@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvstrata.engine.content import LONGEST_KEY
 from kvstrata.engine.resp_parse import SMALL, Command
 from kvstrata.engine.resp_reply import OK, Error, Reply, Simple
 from kvstrata.engine.resp_session import Session
 from kvstrata.engine.resp_value import Incoming
+from kvstrata.engine.writing import LONGEST_KEY
 
 __all__ = ["NoReply", "integer", "wrong_syntax"]
 

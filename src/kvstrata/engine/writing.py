@@ -1,0 +1,184 @@
+"""What changes keys: put, receive, delete, and the data version. Acknowledged when it is in the catalog."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import islice
+
+from blake3 import blake3
+
+from kvstrata.engine.books import Ref, Tenant, block_key
+from kvstrata.engine.catalog import FORGETS
+from kvstrata.engine.core import Core
+from kvstrata.engine.errors import Full, Refused, StaleVersion, TooLarge
+from kvstrata.engine.expiries import Expiries
+from kvstrata.engine.receiving import Put, Receiving
+from kvstrata.store.keys import BlockKey
+
+__all__ = ["LONGEST_KEY", "Writing"]
+
+LONGEST_KEY = 4096
+_PUT = "INSERT OR REPLACE INTO refs VALUES(?,?,?,?,?,?)"
+_DROP = f"{FORGETS} WHERE tenant=? AND key=?"
+
+
+class Writing:
+    """Thread-safe. The engine gives these calls out as its own."""
+
+    def __init__(self, core: Core, expiries: Expiries) -> None:
+        self._core = core
+        self._lock = core.lock
+        self._settings = core.settings
+        self._expiries = expiries
+
+    def put(
+        self,
+        tenant: str,
+        key: bytes,
+        body: memoryview,
+        *,
+        version: int | None = None,
+        replace: bool = False,
+        ttl_s: float | None = None,
+    ) -> Put:
+        """Store a value. A key that is there stays as it is (the first writer wins), unless `replace`.
+
+        `version`: the entry goes when the tenant's version passes it; `ttl_s`: it goes after that. Refused, TooLarge,
+        Full.
+        """
+        self.check(tenant, key, len(body), version)
+        if not replace and (digest := self._repeated(tenant, key)) is not None:
+            return Put(False, digest)
+        name = block_key(tenant, blake3(body).digest())
+        expires = time.time() + ttl_s if ttl_s is not None else 0.0
+        with self._core.stored(name, body):
+            return self._name(name, key, len(body), version, replace, expires)
+
+    def receive(
+        self,
+        tenant: str,
+        key: bytes,
+        size: int,
+        *,
+        version: int | None = None,
+        replace: bool = False,
+        ttl_s: float | None = None,
+    ) -> Receiving:
+        """put, for a value whose bytes are still coming: they are hashed, summed and written as they come, so that no
+        buffer has to hold it. What is left before `done` was never there. Refused, TooLarge, Full.
+        """
+        self.check(tenant, key, size, version)
+
+        def name_it(name: BlockKey, over: bool, ttl: float | None) -> Put:
+            return self._name(name, key, size, version, over, time.time() + ttl if ttl is not None else 0.0)
+
+        return Receiving(self._core, tenant, size, name_it, replace=replace, ttl_s=ttl_s)
+
+    def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
+        """The key means the block that is `stored` now; wait until that is written down. Full."""
+        with self._lock:
+            of = self._core.books.of(name.salt)
+            # Once more: it may have been moved while the bytes came in.
+            if version is not None and version < of.version:
+                raise StaleVersion(f"found: data version {version}; needed: {of.version} (the current one) or later")
+            there = self._core.live(of, name.salt, key)
+            if there is None or replace:
+                # A content that something means already, whichever disk it is on.
+                of.count("dedup_hits", name.chunk in of.contents)
+                ref = self._enter(of, name, key, size, version, expires)
+                if there is None:
+                    of.count("put_new")
+            else:
+                of.count("dedup_hits")
+                ref = there
+        try:
+            self._core.catalog.commit(ref.ticket)
+        except Full:
+            with self._lock:
+                if of.refs.get(key) is ref:
+                    of.count("put_new", -1 if there is None else 0)
+                    self._core.settle(self._core.books.unname(of, key))
+                    # It may have meant something else before, which its row in the catalog still says.
+                    self._core.catalog.queue([(_DROP, (name.salt, key))])
+            raise
+        return Put(there is None, ref.content.digest.hex())
+
+    def _enter(self, of: Tenant, name: BlockKey, key: bytes, size: int, version: int | None, expires: float) -> Ref:
+        """The key means the block that is `stored` now. Under the lock."""
+        core = self._core
+        content = core.adopt(name, size)
+        ref = Ref(content, -1 if version is None else version, expires, 0)
+        before = core.books.name(of, key, ref)
+        values = (name.salt, key, name.chunk, size, version, expires or None)
+        ref.ticket = core.catalog.queue([(_PUT, values)])
+        if before is not content:
+            core.settle(before)
+        if expires:
+            self._expiries.add(expires, name.salt, key)
+        if len(of.refs) > self._settings.max_keys:
+            oldest = list(islice(of.refs, 1 + self._settings.max_keys // 100))
+            core.catalog.queue([it for old in oldest if old != key for it in core.unname(of, name.salt, old)])
+            of.count("keys_retired", len(oldest))
+        return ref
+
+    def _repeated(self, tenant: str, key: bytes) -> str | None:
+        with self._lock:
+            of = self._core.books.of(tenant)
+            ref = self._core.live(of, tenant, key)
+            if ref is None:
+                return None
+            of.count("dedup_hits")
+        # Who is told that it is there must not lose it because the first one's commit was still under way.
+        self._core.catalog.commit(ref.ticket)
+        return ref.content.digest.hex()
+
+    def present(self, tenant: str, key: bytes) -> bool:
+        """True if a put (without `replace`) would change nothing; it then counts as one. Memory only."""
+        with self._lock:
+            of = self._core.books.of(tenant)
+            ref = self._core.live(of, tenant, key)
+            if ref is None or not self._core.catalog.is_committed(ref.ticket):
+                return False
+            of.count("dedup_hits")
+            return True
+
+    def delete(self, tenant: str, keys: Sequence[bytes]) -> int:
+        """How many of the keys were there. Full: it cannot be written down."""
+        with self._lock:
+            of = self._core.books.of(tenant)
+            gone = [key for key in dict.fromkeys(keys) if self._core.live(of, tenant, key) is not None]
+            ticket = self._core.catalog.queue([it for key in gone for it in self._core.unname(of, tenant, key)])
+        if gone:
+            self._core.catalog.commit(ticket)
+        return len(gone)
+
+    def version(self, tenant: str) -> int:
+        """The tenant's; 0 if it was never moved."""
+        with self._lock:
+            return self._core.books.of(tenant).version
+
+    def bump_version(self, tenant: str, number: int) -> int:
+        """Move it forward: entries with an older tag are gone. Back is not possible. The version now. Full."""
+        with self._lock:
+            of = self._core.books.of(tenant)
+            if number > of.version:
+                of.version = of.counters["version"] = number
+                of.changed.add("version")
+                old = [key for key, ref in of.refs.items() if 0 <= ref.version < number]
+                self._core.catalog.queue([it for key in old for it in self._core.unname(of, tenant, key)])
+                of.count("stale_retired", len(old))
+            ticket = self._core.catalog.queue(())
+            version = of.version
+        self._core.catalog.commit(ticket)
+        return version
+
+    def check(self, tenant: str, key: bytes, size: int, version: int | None) -> None:
+        if not 1 <= len(key) <= LONGEST_KEY:
+            raise Refused(f"found: a key of {len(key)} bytes; needed: 1 to {LONGEST_KEY}")
+        most = max(self._settings.max_value, self._settings.resp_max_value)
+        if size > most:
+            raise TooLarge(f"found: a value of {size} bytes; needed: at most {most}")
+        now = self.version(tenant)
+        if version is not None and not now <= version < 1 << 63:
+            raise Refused(f"found: data version {version}; needed: {now} (the current one) or later")
