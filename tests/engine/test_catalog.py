@@ -135,11 +135,11 @@ def test_what_failed_to_be_committed_is_not_said_to_be(tmp_path: Path) -> None:
     ticket = catalog.queue([(_INSERT, (b"k",))])
     with pytest.raises(Full):
         catalog.commit(ticket)
-    assert not catalog.is_committed(ticket)
+    assert not ticket.committed
     catalog._db.execute("PRAGMA query_only=0")
     later = catalog.queue([(_INSERT, (b"k",))])
     catalog.commit(later)
-    assert catalog.is_committed(later)
+    assert later.committed
     catalog.close()
 
 

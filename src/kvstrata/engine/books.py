@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvstrata.engine.catalog import Ticket
 from kvstrata.store.keys import BlockKey
 
 __all__ = ["Books", "Content", "Ref", "Tenant", "Tier", "block_key"]
@@ -79,12 +80,12 @@ class Content:
 
 class Ref:
     """What a key means. `version`: its tag, or -1; `expires`: seconds since the epoch, or 0.0; `ticket`: of the commit
-    that made it durable.
+    that makes it durable.
     """
 
     __slots__ = ("content", "expires", "ticket", "version")
 
-    def __init__(self, content: Content, version: int, expires: float, ticket: int) -> None:
+    def __init__(self, content: Content, version: int, expires: float, ticket: Ticket) -> None:
         self.content = content
         self.version = version
         self.expires = expires

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstrata.engine.books import Content, Tier, block_key
-from kvstrata.engine.catalog import Statement
+from kvstrata.engine.catalog import Statement, Ticket
 from kvstrata.engine.core import Core
 from kvstrata.engine.errors import Full, NoSuchBranch, NoSuchBranchKey, NoSuchSnapshot, StillReferenced
 
@@ -109,7 +109,9 @@ class Branches:
         return branch.number
 
     def drop_snapshot(self, tenant: str, snapshot: int) -> None:
-        """NoSuchSnapshot, StillReferenced."""
+        """NoSuchSnapshot, StillReferenced, Full."""
+        # One that is gone from memory alone must not be said to be gone.
+        self._core.catalog.settle()
         with self._core.lock:
             fork = self._snapshot(tenant, snapshot)
             if fork.branches:
@@ -174,7 +176,8 @@ class Branches:
         return before is None
 
     def drop_branch(self, tenant: str, branch: int) -> None:
-        """NoSuchBranch."""
+        """NoSuchBranch, Full."""
+        self._core.catalog.settle()
         with self._core.lock:
             ticket = self._core.catalog.queue(self._end(self._branch(tenant, branch)))
         self._core.catalog.commit(ticket)
@@ -282,7 +285,7 @@ class Branches:
         fork.pages.clear()  # a put that is under way must not release its page again
         return _drop(fork.number)
 
-    def _commit(self, ticket: int, fork: Fork) -> None:
+    def _commit(self, ticket: Ticket, fork: Fork) -> None:
         try:
             self._core.catalog.commit(ticket)
         except Full:

@@ -6,14 +6,15 @@ import logging
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from kvstrata.engine.errors import Full
 from kvstrata.store.errors import StoreError
 
-__all__ = ["Catalog", "Statement", "put_aside"]
+__all__ = ["OWED_MOST", "WRITTEN", "Catalog", "Statement", "Ticket", "drop_ref", "forget_ref", "put_aside", "put_ref"]
 
 SCHEMA = 1
 _TABLES = """
@@ -25,13 +26,62 @@ CREATE TABLE pages(fork INTEGER, key BLOB, digest BLOB, size INTEGER, PRIMARY KE
 """
 # Pages of the log; beyond it, it is merged into the file, which is the only time that the file itself is written.
 _LOG_PAGES = 2048
-_FAILURES_KEPT = 256
-FORGETS = "DELETE FROM refs"
-"""What statements begin with that are carried out in the end, though their commit failed."""
+# Statements of one transaction, unless they belong together.
+_TOGETHER = 1000
+OWED_MOST = 100_000
+"""Deletions that are owed: beyond it, nothing that could add to them is begun."""
+_PUT = "INSERT OR REPLACE INTO refs VALUES(?,?,?,?,?,?)"
+_DROP = "DELETE FROM refs WHERE tenant=? AND key=?"
+_FORGET = f"{_DROP} AND digest=?"
 
 log = logging.getLogger(__name__)
 
 Statement = tuple[str, tuple[object, ...]]
+
+
+class Ticket:
+    """What was queued together. `settled`: it was tried; `error`: why it failed."""
+
+    __slots__ = ("error", "settled", "statements")
+
+    def __init__(self, statements: list[Statement], *, settled: bool = False) -> None:
+        self.statements = statements
+        self.settled = settled
+        self.error: Exception | None = None
+
+    @property
+    def committed(self) -> bool:
+        """True once `commit` would return at once, without Full."""
+        return self.settled and self.error is None
+
+
+WRITTEN = Ticket([], settled=True)
+"""The ticket of what was read from the catalog."""
+
+
+def put_ref(tenant: str, key: bytes, digest: bytes, size: int, version: int | None, expires: float | None) -> Statement:
+    """The key means that content."""
+    return _PUT, (tenant, key, digest, size, version, expires)
+
+
+def drop_ref(tenant: str, key: bytes) -> Statement:
+    """The key means nothing any more."""
+    return _DROP, (tenant, key)
+
+
+def forget_ref(tenant: str, key: bytes, digest: bytes) -> Statement:
+    """The key does not mean that content any more."""
+    return _FORGET, (tenant, key, digest)
+
+
+def _owed_for(statement: Statement) -> list[Statement]:
+    """What has to be done in place of a statement that failed: a deletion must come true in the end, and a key whose
+    new value was refused means nothing in memory, so its old row has to go.
+    """
+    sql, values = statement
+    if sql == _PUT:
+        return [(_DROP, values[:2])]
+    return [statement] if sql.startswith("DELETE") else []
 
 
 class Catalog:
@@ -54,14 +104,15 @@ class Catalog:
             # Merging waits for the device: never in somebody's put, see `tend`.
             db.execute("PRAGMA wal_autocheckpoint=0")
         self._counters = counters
-        self._owed: dict[tuple[object, ...], Statement] = {}
-        self._owed_first: list[Statement] = []
-        self._queue: list[Statement] = []
-        self._queued = self._done = 0
+        self._late: dict[tuple[object, ...], Statement] = {}
+        """Counters that a failed commit could not write."""
+        self._owed: dict[Statement, None] = {}
+        """What takes the place of changes that failed; before anything else is committed, all of these are."""
+        self._queue: deque[Ticket] = deque()
+        self._taken: list[Ticket] = []
         self._queueing = threading.Lock()
         self._committing = threading.Lock()
         self._reading = threading.Lock()
-        self._failures: deque[tuple[int, int, sqlite3.Error]] = deque(maxlen=_FAILURES_KEPT)
 
     @classmethod
     def open(cls, path: Path, *, durable: bool, counters: Callable[[], list[Statement]]) -> Catalog:
@@ -103,56 +154,84 @@ class Catalog:
 
     # -- writing
 
-    def queue(self, statements: Iterable[Statement]) -> int:
-        """Take statements in; the ticket to wait for."""
+    def queue(self, statements: Iterable[Statement] = ()) -> Ticket:
+        """Take statements in, to be committed together; the ticket to wait for."""
+        ticket = Ticket(list(statements))
         with self._queueing:
-            self._queue += statements
-            self._queued += 1
-            return self._queued
+            self._queue.append(ticket)
+        return ticket
 
-    def commit(self, ticket: int) -> None:
-        """Wait until the statements of this ticket are committed. Full: they are not, and will not be."""
-        if self._done < ticket:
+    def forget(self, statements: Sequence[Statement]) -> Ticket:
+        """queue, for deletions that need not be one step: once this ticket is committed, all of them are."""
+        for at in range(_TOGETHER, len(statements), _TOGETHER):
+            self.queue(statements[at - _TOGETHER : at])
+        return self.queue(statements[(len(statements) - 1) // _TOGETHER * _TOGETHER :])
+
+    def commit(self, ticket: Ticket) -> None:
+        """Wait until its statements are committed. Full: they are not, and will not be (but for deletions)."""
+        while not ticket.settled:
             with self._committing:
-                if self._done < ticket:
-                    self._commit_queue()
-        for first, last, error in list(self._failures):
-            if first <= ticket <= last:
-                raise Full(f"the catalog takes nothing: {error}", retry=True) from error
+                if not ticket.settled:
+                    self._commit_some()
+        if ticket.error is not None:
+            raise Full(f"the catalog takes nothing: {ticket.error}", retry=True) from ticket.error
 
-    def is_committed(self, ticket: int) -> bool:
-        """True once `commit` would return at once, without Full."""
-        return self._done >= ticket and not any(first <= ticket <= last for first, last, _ in list(self._failures))
-
-    def _commit_queue(self) -> None:
+    def settle(self) -> None:
+        """Wait until nothing is queued or owed: what memory says is what the next start finds. Full."""
         with self._queueing:
-            statements, self._queue = self._queue, []
-            first, last = self._done + 1, self._queued
-        # What a failed commit could not forget, or write of the counters, is owed to the next one.
-        statements = self._owed_first + statements
-        self._owed.update((values[:2], (sql, values)) for sql, values in self._counters())
+            settled = not (self._queue or self._taken or self._owed)
+        if not settled:
+            self.commit(self.queue())
+
+    def admit(self) -> None:
+        """Full where so much is owed that more changes must wait until something can be written again."""
+        if len(self._owed) >= OWED_MOST:
+            self.commit(self.queue())
+
+    def _commit_some(self) -> None:
+        """Those that are in the queue now, or as many as go into one step. Under `_committing`."""
+        with self._queueing:
+            taken, count = self._taken, 0  # empty
+            while self._queue and (not taken or count + len(self._queue[0].statements) <= _TOGETHER):
+                taken.append(self._queue.popleft())
+                count += len(taken[-1].statements)
+        failed: Exception | None = None
+        self._late.update((values[:2], (sql, values)) for sql, values in self._counters())
+        try:
+            while self._owed:
+                some = list(islice(self._owed, _TOGETHER))
+                self._write(some)
+                for statement in some:
+                    del self._owed[statement]
+            self._write([it for ticket in taken for it in ticket.statements] + list(self._late.values()))
+            self._late.clear()
+        except Exception as error:  # whatever it is: those who wait must learn it
+            failed = error
+            log.warning("engine: %s: %s: %s", self.path, type(error).__name__, error)
+            for ticket in taken:
+                self._owed.update(dict.fromkeys(it for one in ticket.statements for it in _owed_for(one)))
+        with self._queueing:
+            self._taken = []
+        for ticket in taken:
+            ticket.statements, ticket.error = [], failed
+            ticket.settled = True
+
+    def _write(self, statements: list[Statement]) -> None:
+        """All of them or none."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for sql, values in statements:
                 self._db.execute(sql, values)
-            for sql, values in self._owed.values():
-                self._db.execute(sql, values)
             self._db.execute("COMMIT")
-            self._owed.clear()
-            self._owed_first = []
-        except sqlite3.Error as error:
+        except Exception:
             with suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
-            log.warning("engine: %s: %s", self.path, error)
-            self._failures.append((first, last, error))
-            # A key that is gone from memory must not be back after a restart.
-            self._owed_first = [it for it in statements if it[0].startswith(FORGETS)]
-        self._done = last
+            raise
 
     def tend(self) -> None:
         """Commit what nobody waits for (counters too), and merge the log where it has grown. From one thread."""
         with suppress(Full):
-            self.commit(self.queue(()))
+            self.commit(self.queue())
         try:
             pages = self.path.with_name(self.path.name + "-wal").stat().st_size // 4096
             if pages > _LOG_PAGES:
@@ -164,7 +243,7 @@ class Catalog:
     def close(self) -> None:
         """Commit the rest and close."""
         with suppress(Full):
-            self.commit(self.queue(()))
+            self.commit(self.queue())
         for db in (self._other, self._db):
             with suppress(sqlite3.Error):
                 db.close()

@@ -11,7 +11,7 @@ from functools import partial
 
 from kvstrata.engine.block import Block
 from kvstrata.engine.books import Books, Content, Ref, Tenant, Tier, block_key
-from kvstrata.engine.catalog import FORGETS, Catalog, Statement
+from kvstrata.engine.catalog import Catalog, Statement, forget_ref
 from kvstrata.engine.errors import Full
 from kvstrata.engine.hot import HotTier
 from kvstrata.engine.mover import Mover
@@ -19,11 +19,10 @@ from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.tiers import Tiers
 from kvstrata.store.keys import BlockKey
 
-__all__ = ["CATALOG", "FORGET", "Core"]
+__all__ = ["CATALOG", "Core"]
 
 CATALOG = "catalog.sqlite"
 
-FORGET = f"{FORGETS} WHERE tenant=? AND key=? AND digest=?"
 _COUNT = "INSERT OR REPLACE INTO counters VALUES(?,?,?)"
 
 log = logging.getLogger(__name__)
@@ -161,7 +160,7 @@ class Core:
         if ref is None:
             return []
         self.settle(self.books.unname(of, key))
-        return [(FORGET, (tenant, key, ref.content.digest))]
+        return [forget_ref(tenant, key, ref.content.digest)]
 
     def live(self, of: Tenant, tenant: str, key: bytes) -> Ref | None:
         """What the key means, if it has not expired. Under the lock."""
@@ -193,9 +192,9 @@ class Core:
                     content.pinned = False
                 self.hot.discard(content)
                 names = self.books.drop(content)
-                statements += [(FORGET, (key.salt, name, key.chunk)) for name in names]
+                statements += [forget_ref(key.salt, name, key.chunk) for name in names]
                 tenants.append(key.salt)
-            self.catalog.queue(statements)
+            self.catalog.forget(statements)
 
     def evicted(self) -> None:
         """See Watcher."""
@@ -217,7 +216,7 @@ class Core:
         """Delete from the disks what nothing means; what somebody still reads waits for the next time."""
         with self.lock:
             before = set(self._garbage)
-            ticket = self.catalog.queue(())
+            ticket = self.catalog.queue()
         # First what made it garbage: a crash in between would find the old name, acknowledged long ago, without bytes.
         try:
             self.catalog.commit(ticket)

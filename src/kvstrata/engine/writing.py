@@ -9,7 +9,7 @@ from itertools import islice
 from blake3 import blake3
 
 from kvstrata.engine.books import Ref, Tenant, block_key
-from kvstrata.engine.catalog import FORGETS
+from kvstrata.engine.catalog import WRITTEN, put_ref
 from kvstrata.engine.core import Core
 from kvstrata.engine.errors import Full, Refused, StaleVersion, TooLarge
 from kvstrata.engine.expiries import Expiries
@@ -19,8 +19,6 @@ from kvstrata.store.keys import BlockKey
 __all__ = ["LONGEST_KEY", "Writing"]
 
 LONGEST_KEY = 4096
-_PUT = "INSERT OR REPLACE INTO refs VALUES(?,?,?,?,?,?)"
-_DROP = f"{FORGETS} WHERE tenant=? AND key=?"
 
 
 class Writing:
@@ -77,6 +75,7 @@ class Writing:
 
     def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
         """The key means the block that is `stored` now; wait until that is written down. Full."""
+        self._core.catalog.admit()
         with self._lock:
             of = self._core.books.of(name.salt)
             # Once more: it may have been moved while the bytes came in.
@@ -94,13 +93,12 @@ class Writing:
                 ref = there
         try:
             self._core.catalog.commit(ref.ticket)
+            ref.ticket = WRITTEN
         except Full:
             with self._lock:
                 if of.refs.get(key) is ref:
                     of.count("put_new", -1 if there is None else 0)
                     self._core.settle(self._core.books.unname(of, key))
-                    # It may have meant something else before, which its row in the catalog still says.
-                    self._core.catalog.queue([(_DROP, (name.salt, key))])
             raise
         return Put(there is None, ref.content.digest.hex())
 
@@ -108,17 +106,16 @@ class Writing:
         """The key means the block that is `stored` now. Under the lock."""
         core = self._core
         content = core.adopt(name, size)
-        ref = Ref(content, -1 if version is None else version, expires, 0)
+        ref = Ref(content, -1 if version is None else version, expires, WRITTEN)
         before = core.books.name(of, key, ref)
-        values = (name.salt, key, name.chunk, size, version, expires or None)
-        ref.ticket = core.catalog.queue([(_PUT, values)])
+        ref.ticket = core.catalog.queue([put_ref(name.salt, key, name.chunk, size, version, expires or None)])
         if before is not content:
             core.settle(before)
         if expires:
             self._expiries.add(expires, name.salt, key)
         if len(of.refs) > self._settings.max_keys:
             oldest = list(islice(of.refs, 1 + self._settings.max_keys // 100))
-            core.catalog.queue([it for old in oldest if old != key for it in core.unname(of, name.salt, old)])
+            core.catalog.forget([it for old in oldest if old != key for it in core.unname(of, name.salt, old)])
             of.count("keys_retired", len(oldest))
         return ref
 
@@ -138,19 +135,23 @@ class Writing:
         with self._lock:
             of = self._core.books.of(tenant)
             ref = self._core.live(of, tenant, key)
-            if ref is None or not self._core.catalog.is_committed(ref.ticket):
+            if ref is None or not ref.ticket.committed:
                 return False
             of.count("dedup_hits")
             return True
 
     def delete(self, tenant: str, keys: Sequence[bytes]) -> int:
-        """How many of the keys were there. Full: it cannot be written down."""
+        """How many of the keys were there. Full: it cannot be written down, also if they are gone from memory."""
+        self._core.catalog.admit()
         with self._lock:
             of = self._core.books.of(tenant)
             gone = [key for key in dict.fromkeys(keys) if self._core.live(of, tenant, key) is not None]
-            ticket = self._core.catalog.queue([it for key in gone for it in self._core.unname(of, tenant, key)])
+            ticket = self._core.catalog.forget([it for key in gone for it in self._core.unname(of, tenant, key)])
+        # Also those that were gone already: maybe by a change that failed, or that is not written down yet.
         if gone:
             self._core.catalog.commit(ticket)
+        else:
+            self._core.catalog.settle()
         return len(gone)
 
     def version(self, tenant: str) -> int:
@@ -166,9 +167,9 @@ class Writing:
                 of.version = of.counters["version"] = number
                 of.changed.add("version")
                 old = [key for key, ref in of.refs.items() if 0 <= ref.version < number]
-                self._core.catalog.queue([it for key in old for it in self._core.unname(of, tenant, key)])
+                self._core.catalog.forget([it for key in old for it in self._core.unname(of, tenant, key)])
                 of.count("stale_retired", len(old))
-            ticket = self._core.catalog.queue(())
+            ticket = self._core.catalog.queue()
             version = of.version
         self._core.catalog.commit(ticket)
         return version
