@@ -209,9 +209,9 @@ def test_a_write_that_could_not_be_written_down_leaves_the_branch_s_own_page_bef
     put(engine, 0)
     branch = engine.fork("a", engine.snapshot("a", [b"0"])[0])
     engine.branch_put("a", branch, b"0", memoryview(data(1)))
-    engine._core.catalog._db.execute("PRAGMA query_only=1")
+    engine._core.catalog.file.db.execute("PRAGMA query_only=1")
     with pytest.raises(Full):
         engine.branch_put("a", branch, b"0", memoryview(data(2)))
-    engine._core.catalog._db.execute("PRAGMA query_only=0")
+    engine._core.catalog.file.db.execute("PRAGMA query_only=0")
     assert seen(engine, branch, b"0") == data(1)
     assert seen(opened(), branch, b"0") == data(1)

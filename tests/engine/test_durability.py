@@ -183,7 +183,7 @@ def test_a_key_whose_change_failed_does_not_come_back_with_its_old_value(change:
     engine = Engine.open(settings(tmp_path))
     for key in (b"key", b"twin"):  # the old value stays on the disk for the twin
         engine.put("a", key, memoryview(data(1, 5000)))
-    catalog = engine._core.catalog._db
+    catalog = engine._core.catalog.file.db
     catalog.execute("PRAGMA query_only=1")
     with pytest.raises(Full):
         if change == "put":

@@ -1,4 +1,4 @@
-"""Acknowledged deletes stay done; what was refused leaves the old value, the new one or none. With a failing catalog."""
+"""A catalog that fails: acknowledged deletes stay done, and what was refused leaves the old value, the new or none."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 @contextmanager
 def failing(engine: Engine) -> Iterator[None]:
     """The catalog takes nothing meanwhile."""
-    engine._core.catalog._db.execute("PRAGMA query_only=1")
+    engine._core.catalog.file.db.execute("PRAGMA query_only=1")
     yield
-    engine._core.catalog._db.execute("PRAGMA query_only=0")
+    engine._core.catalog.file.db.execute("PRAGMA query_only=0")
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def test_a_delete_between_a_failed_commit_and_its_writers_word_is_for_good(engin
             failed.set()
             mine.wait(20)
 
-    db = engine._core.catalog._db
+    db = engine._core.catalog.file.db
     db.execute("PRAGMA query_only=1")
     db.set_trace_callback(hold)
     writer = threading.Thread(target=change, args=(engine, "put"))

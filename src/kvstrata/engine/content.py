@@ -12,12 +12,13 @@ from blake3 import blake3
 
 from kvstrata.engine.block import Block
 from kvstrata.engine.branches import Branches
-from kvstrata.engine.catalog import put_aside
+from kvstrata.engine.catalog_file import put_aside
 from kvstrata.engine.core import CATALOG, Core
 from kvstrata.engine.errors import NoSuchBranchKey
 from kvstrata.engine.expiries import Expiries
 from kvstrata.engine.globs import glob
 from kvstrata.engine.leases import Leases
+from kvstrata.engine.names import Names
 from kvstrata.engine.receiving import Put
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.start import load
@@ -49,7 +50,8 @@ class Engine:
         self._branches = branches = Branches(core)
         self._expiries = Expiries(core)
         self._tender = Tender(core, self._leases, branches, self._expiries)
-        self._writing = writing = Writing(core, self._expiries)
+        self._names = Names(core)
+        self._writing = writing = Writing(core, self._expiries, self._names)
         self.put, self.receive, self.present = writing.put, writing.receive, writing.present
         self.delete, self.version, self.bump_version = writing.delete, writing.version, writing.bump_version
         self.snapshot = branches.snapshot
@@ -80,7 +82,7 @@ class Engine:
     def _loaded(cls, settings: EngineSettings) -> Engine:
         engine = cls(settings)
         try:
-            load(engine._core, engine._branches)
+            load(engine._core, engine._branches, engine._names)
             engine._expiries.load()
         except BaseException:
             engine._core.catalog.close()

@@ -12,9 +12,11 @@ from functools import partial
 from kvstrata.engine.block import Block
 from kvstrata.engine.books import Books, Content, Ref, Tenant, Tier, block_key
 from kvstrata.engine.catalog import Catalog, Statement, forget_ref
+from kvstrata.engine.catalog_file import CatalogFile
 from kvstrata.engine.errors import Full
 from kvstrata.engine.hot import HotTier
 from kvstrata.engine.mover import Mover
+from kvstrata.engine.room import Room
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.tiers import Tiers
 from kvstrata.store.keys import BlockKey
@@ -47,11 +49,10 @@ class Core:
         self.mover = Mover(self)
         self.tiers = Tiers(settings, self)
         try:
-            self.catalog = Catalog.open(
-                settings.root / CATALOG,
-                durable=settings.durability == "fsync",
-                counters=self._changed_counters,
+            file = CatalogFile.open(
+                settings.root / CATALOG, durable=settings.durability == "fsync", room=Room(settings.names)
             )
+            self.catalog = Catalog(file, self._changed_counters, self.wake.set)
         except BaseException:
             self.tiers.close(1.0)
             raise

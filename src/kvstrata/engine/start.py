@@ -10,6 +10,7 @@ from kvstrata.engine.books import NAMESPACE, Ref, Tier, block_key
 from kvstrata.engine.branches import Branches
 from kvstrata.engine.catalog import WRITTEN, Statement, drop_ref
 from kvstrata.engine.core import Core
+from kvstrata.engine.names import Names
 
 __all__ = ["load"]
 
@@ -18,7 +19,7 @@ _STEP = 5000
 log = logging.getLogger(__name__)
 
 
-def load(core: Core, branches: Branches) -> None:
+def load(core: Core, branches: Branches, names: Names) -> None:
     """Fill the books. References whose bytes are gone go; blocks that nothing means (a put that a crash cut off) go."""
     began = time.monotonic()
     with core.lock:
@@ -26,6 +27,8 @@ def load(core: Core, branches: Branches) -> None:
         lost = _references(core)
         branches.load()
         orphans = _orphans(core)
+        names.fit()
+        core.catalog.shrink()
     for of in core.books.tenants.values():
         of.changed.clear()
     log.info(

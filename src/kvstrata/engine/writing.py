@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import islice
 
 from blake3 import blake3
 
@@ -13,6 +12,7 @@ from kvstrata.engine.catalog import WRITTEN, put_ref
 from kvstrata.engine.core import Core
 from kvstrata.engine.errors import Full, Refused, StaleVersion, TooLarge
 from kvstrata.engine.expiries import Expiries
+from kvstrata.engine.names import Names
 from kvstrata.engine.receiving import Put, Receiving
 from kvstrata.store.keys import BlockKey
 
@@ -24,11 +24,12 @@ LONGEST_KEY = 4096
 class Writing:
     """Thread-safe. The engine gives these calls out as its own."""
 
-    def __init__(self, core: Core, expiries: Expiries) -> None:
+    def __init__(self, core: Core, expiries: Expiries, names: Names) -> None:
         self._core = core
         self._lock = core.lock
         self._settings = core.settings
         self._expiries = expiries
+        self._names = names
 
     def put(
         self,
@@ -75,6 +76,17 @@ class Writing:
 
     def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
         """The key means the block that is `stored` now; wait until that is written down. Full."""
+        try:
+            return self._try_to_name(name, key, size, version, replace, expires)
+        except Full:
+            if not self._core.catalog.crowded:
+                raise
+        # Older keys go before a new one is refused.
+        return self._try_to_name(name, key, size, version, replace, expires)
+
+    def _try_to_name(
+        self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float
+    ) -> Put:
         self._core.catalog.admit()
         with self._lock:
             of = self._core.books.of(name.salt)
@@ -105,6 +117,8 @@ class Writing:
     def _enter(self, of: Tenant, name: BlockKey, key: bytes, size: int, version: int | None, expires: float) -> Ref:
         """The key means the block that is `stored` now. Under the lock."""
         core = self._core
+        if key not in of.refs:
+            self._names.make_room(name.salt, key)
         content = core.adopt(name, size)
         ref = Ref(content, -1 if version is None else version, expires, WRITTEN)
         before = core.books.name(of, key, ref)
@@ -113,10 +127,6 @@ class Writing:
             core.settle(before)
         if expires:
             self._expiries.add(expires, name.salt, key)
-        if len(of.refs) > self._settings.max_keys:
-            oldest = list(islice(of.refs, 1 + self._settings.max_keys // 100))
-            core.catalog.forget([it for old in oldest if old != key for it in core.unname(of, name.salt, old)])
-            of.count("keys_retired", len(oldest))
         return ref
 
     def _repeated(self, tenant: str, key: bytes) -> str | None:
