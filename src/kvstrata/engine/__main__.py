@@ -50,7 +50,7 @@ class Server:
         self._tls = _tls(settings)
         self._metrics = EngineMetrics()
         self._budget = Budget(settings.memory)
-        self._engine = Engine.open(settings)
+        self._engine = Engine.open(settings, lambda: self._tokens.tenants)
         self._stopping = False
         self.listeners: dict[str, Listener] = {}
         try:

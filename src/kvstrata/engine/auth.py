@@ -72,6 +72,11 @@ class Tokens:
             self._grants = tuple(_read(file))
 
     @property
+    def tenants(self) -> int:
+        """How many the file names."""
+        return len({grant.tenant for _, grant in self._grants}) or 1
+
+    @property
     def open(self) -> bool:
         """Nobody needs a token."""
         return self._file is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -40,14 +40,14 @@ class Engine:
     process, and with durability=fsync of the machine. Calls block on the disk in the caller's thread.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, tenants: Callable[[], int]) -> None:
         """Use `open`."""
         self.settings = settings
         _private_folder(settings.root)
         self._core = core = Core(settings)
         self._lock = core.lock
-        self._leases = Leases(core)
-        self._branches = branches = Branches(core)
+        self._leases = Leases(core, tenants)
+        self._branches = branches = Branches(core, tenants)
         self._expiries = Expiries(core)
         self._tender = Tender(core, self._leases, branches, self._expiries)
         self._names = Names(core)
@@ -62,25 +62,27 @@ class Engine:
         self._closed = False
 
     @classmethod
-    def open(cls, settings: EngineSettings) -> Engine:
+    def open(cls, settings: EngineSettings, tenants: Callable[[], int] = lambda: 1) -> Engine:
         """Own the folders and bring books and disks in step. A catalog that turns out to be damaged is put aside.
         StoreError.
+
+        `tenants`: how many there may be, for what is divided among them.
         """
         try:
-            engine = cls._loaded(settings)
+            engine = cls._loaded(settings, tenants)
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
             put_aside(settings.root / CATALOG, error)
-            engine = cls._loaded(settings)
+            engine = cls._loaded(settings, tenants)
         engine._tender.start()
         engine._core.mover.start()
         engine._core.tiers.begin_evicting()
         return engine
 
     @classmethod
-    def _loaded(cls, settings: EngineSettings) -> Engine:
-        engine = cls(settings)
+    def _loaded(cls, settings: EngineSettings, tenants: Callable[[], int]) -> Engine:
+        engine = cls(settings, tenants)
         try:
             load(engine._core, engine._branches, engine._names)
             engine._expiries.load()
