@@ -72,7 +72,11 @@ class Server:
         routes = Routes(
             Blocks(self._engine, bodies, settings.max_value),
             Control(self._engine, bodies, settings.max_value),
-            pages(self._metrics, lambda: "the server is stopping" if self._stopping else ""),
+            pages(
+                self._metrics,
+                lambda: "the server is stopping" if self._stopping else "",
+                lambda: self._tokens.tenants,
+            ),
         )
         return Http(routes, self._tokens, self._metrics, settings.header_s).serve
 

@@ -93,6 +93,8 @@ class Session:
         grant = self.grant
         if grant is None:
             raise Error("NOAUTH Authentication required.")
+        if not grant.read:
+            raise Error("NOPERM this token is for /metrics alone")
         if not all(key.startswith(grant.prefix) for key in keys):
             raise Error(f"NOPERM this token's keys begin with {grant.prefix!r}")
         return grant
