@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -130,6 +131,26 @@ def test_fsync_brings_block_folders_and_catalog_to_the_device_before_it_acknowle
     assert acknowledged.index("fsync(") > linked
     # The row comes last: it must not be there without its bytes.
     assert "catalog.sqlite-wal>" in synced[-1]
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_fsync_brings_the_entries_of_new_folders_to_the_device(tmp_path: Path) -> None:
+    root, cold, trace = tmp_path / "new/engine", tmp_path / "cold", tmp_path / "trace"
+    program = (
+        "import os; from pathlib import Path; from kvstrata.engine.content import Engine;"
+        "from tests.engine.engines import settings;"
+        f"Engine.open(settings(Path({str(root)!r}), durability='fsync',"
+        f" cold_root=Path({str(cold)!r}), cold_capacity=1 << 24)); os._exit(0)"
+    )
+    subprocess.run(
+        ["strace", "-f", "-y", "-e", "trace=fsync", "-o", str(trace), "python", "-c", program],
+        check=True,
+        capture_output=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    synced = set(re.findall(r"fsync\(\d+<([^>]*)>\)", trace.read_text()))
+    assert {str(tmp_path), str(tmp_path / "new"), str(root)} <= synced
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")

@@ -512,3 +512,19 @@ def test_a_token_for_figures_alone_speaks_no_resp(tmp_path: Path) -> None:
             client("AUTH", "0123456789abcdef-scraper")
             for words in (["GET", "k"], ["SET", "k", "v"], ["SCAN", 0], ["INFO"], ["DBSIZE"], ["EXISTS", "k"]):
                 assert str(client(*words)).startswith("NOPERM"), words
+
+
+def test_a_scan_of_long_keys_answers_in_parts(tmp_path: Path) -> None:
+    keys = {b"%04d" % number + b"." * 4092 for number in range(700)}
+    with server(tmp_path) as found, Client(found.port) as client:
+        client.send(*(["SET", key, "v"] for key in sorted(keys)))
+        assert {client.reply() for _ in keys} == {"OK"}
+        seen: list[bytes] = []
+        cursor = b"0"
+        while True:
+            cursor, some = client("SCAN", cursor, "COUNT", 10_000)
+            assert sum(map(len, some)) <= MIB + 4096
+            seen += some
+            if cursor == b"0":
+                break
+        assert len(seen) == len(keys) and set(seen) == keys

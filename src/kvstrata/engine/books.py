@@ -114,8 +114,9 @@ class Tenant:
 
     def count(self, name: str, by: int = 1) -> None:
         """Move a counter."""
-        self.counters[name] += by
-        self.changed.add(name)
+        if by:
+            self.counters[name] += by
+            self.changed.add(name)
 
 
 class Books:

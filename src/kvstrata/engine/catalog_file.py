@@ -6,7 +6,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class CatalogFile:
                 "use the kvstrata that wrote it, or set KV_ENGINE_ROOT to a new folder",
             )
 
-    def rows(self, sql: str, values: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    def rows(self, sql: str, values: tuple[object, ...] = ()) -> Generator[tuple[object, ...]]:
         """Rows of a question, as of the last commit."""
         with self._reading:
             cursor = self._other.execute(sql, values)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import closing
 
 from blake3 import blake3
 
@@ -16,6 +15,7 @@ from kvstrata.engine.catalog_file import put_aside
 from kvstrata.engine.core import CATALOG, Core
 from kvstrata.engine.errors import NoSuchBranchKey
 from kvstrata.engine.expiries import Expiries
+from kvstrata.engine.folders import own_folders, sync_entries
 from kvstrata.engine.globs import glob
 from kvstrata.engine.leases import Leases
 from kvstrata.engine.names import Names
@@ -25,12 +25,11 @@ from kvstrata.engine.start import load
 from kvstrata.engine.stats import stats
 from kvstrata.engine.tender import Tender
 from kvstrata.engine.writing import Writing
-from kvstrata.store.errors import StoreError
 
 __all__ = ["Engine", "Put"]
 
 _SCAN = "SELECT key FROM refs WHERE tenant=? AND key>? ORDER BY key LIMIT ?"
-_SCAN_MOST = 10_000
+_SCAN_MOST, _SCAN_BYTES = 10_000, 1 << 20
 # A block that moves from one disk to another is found at the second look.
 _TRIES = 3
 
@@ -43,7 +42,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, tenants: Callable[[], int]) -> None:
         """Use `open`."""
         self.settings = settings
-        _private_folder(settings.root)
+        own_folders(settings)
         self._core = core = Core(settings)
         self._lock = core.lock
         self._leases = Leases(core, tenants)
@@ -84,6 +83,7 @@ class Engine:
     def _loaded(cls, settings: EngineSettings, tenants: Callable[[], int]) -> Engine:
         engine = cls(settings, tenants)
         try:
+            sync_entries(settings)
             load(engine._core, engine._branches, engine._names)
             engine._expiries.load()
         except BaseException:
@@ -142,17 +142,16 @@ class Engine:
                 answer.append(there)
         return answer
 
+    def about(self, tenant: str, key: bytes) -> tuple[int, str] | None:
+        """Bytes of the value, and its BLAKE3 in hex."""
+        with self._lock:
+            ref = self._core.live(self._core.books.of(tenant), tenant, key)
+            return None if ref is None else (ref.content.size, ref.content.digest.hex())
+
     def size(self, tenant: str, key: bytes) -> int | None:
         """Bytes of the value."""
-        with self._lock:
-            ref = self._core.live(self._core.books.of(tenant), tenant, key)
-            return None if ref is None else ref.content.size
-
-    def digest(self, tenant: str, key: bytes) -> str | None:
-        """BLAKE3 of the value, in hex."""
-        with self._lock:
-            ref = self._core.live(self._core.books.of(tenant), tenant, key)
-            return None if ref is None else ref.content.digest.hex()
+        about = self.about(tenant, key)
+        return None if about is None else about[0]
 
     def ttl(self, tenant: str, key: bytes) -> float | None:
         """Seconds that it has left, -1.0 if it does not expire, None if it is not there."""
@@ -172,13 +171,20 @@ class Engine:
         self, tenant: str, cursor: bytes = b"", match: bytes | None = None, count: int = 10
     ) -> tuple[bytes, list[bytes]]:
         """Keys in their order behind `cursor` (b"": from the start) that fit a glob, and the next cursor (b"": that
-        was all). `count`: how many are looked at.
+        was all). `count`: how many are looked at, if they have a MiB together at most.
         """
         count = max(1, min(count, _SCAN_MOST))
         fits = glob(match) if match is not None else None
-        rows = [row[0] for row in self._core.catalog.rows(_SCAN, (tenant, cursor, count))]
-        keys = [key for key in rows if isinstance(key, bytes)]
-        after = keys[-1] if len(keys) == count else b""
+        keys: list[bytes] = []
+        nbytes = 0
+        with closing(self._core.catalog.rows(_SCAN, (tenant, cursor, count))) as rows:
+            for (key,) in rows:
+                assert isinstance(key, bytes)
+                keys.append(key)
+                nbytes += len(key)
+                if nbytes >= _SCAN_BYTES:
+                    break
+        after = keys[-1] if len(keys) == count or nbytes >= _SCAN_BYTES else b""
         with self._lock:
             of = self._core.books.of(tenant)
             keys = [key for key in keys if self._core.live(of, tenant, key) is not None]
@@ -204,14 +210,3 @@ class Engine:
         self._writing.check(tenant, key, len(body), None)
         digest = blake3(body).digest()
         return Put(self._branches.put(tenant, branch, key, digest, body), digest.hex())
-
-
-def _private_folder(path: Path) -> None:
-    """What users wrote lies there. StoreError."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
-    except OSError as error:
-        raise StoreError(
-            f"{path}: {error.strerror}", f"a folder that user {os.geteuid()} owns", "chown it, or set KV_ENGINE_ROOT"
-        ) from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from kvstrata.engine.books import Ref, Tenant, block_key
 from kvstrata.engine.catalog import WRITTEN, put_ref
 from kvstrata.engine.core import Core
-from kvstrata.engine.errors import Full, Refused, StaleVersion, TooLarge
+from kvstrata.engine.errors import Absent, Full, Refused, StaleVersion, TooLarge
 from kvstrata.engine.expiries import Expiries
 from kvstrata.engine.names import Names
 from kvstrata.engine.receiving import Put, Receiving
@@ -19,6 +20,15 @@ from kvstrata.store.keys import BlockKey
 __all__ = ["LONGEST_KEY", "Writing"]
 
 LONGEST_KEY = 4096
+
+
+class _Terms(NamedTuple):
+    """On which a value is stored: see Writing.put."""
+
+    version: int | None
+    replace: bool
+    over: bool
+    ttl_s: float | None
 
 
 class Writing:
@@ -39,9 +49,11 @@ class Writing:
         *,
         version: int | None = None,
         replace: bool = False,
+        over: bool = False,
         ttl_s: float | None = None,
     ) -> Put:
-        """Store a value. A key that is there stays as it is (the first writer wins), unless `replace`.
+        """Store a value. A key that is there stays as it is (the first writer wins), unless `replace`; one that is not
+        there is Absent with `over`.
 
         `version`: the entry goes when the tenant's version passes it; `ttl_s`: it goes after that. Refused, TooLarge,
         Full.
@@ -50,9 +62,9 @@ class Writing:
         if not replace and (digest := self._repeated(tenant, key)) is not None:
             return Put(False, digest)
         name = block_key(tenant, blake3(body).digest())
-        expires = time.time() + ttl_s if ttl_s is not None else 0.0
+        terms = _Terms(version, replace, over, ttl_s)
         with self._core.stored(name, body):
-            return self._name(name, key, len(body), version, replace, expires)
+            return self._name(name, key, len(body), terms)
 
     def receive(
         self,
@@ -69,56 +81,58 @@ class Writing:
         """
         self.check(tenant, key, size, version)
 
-        def name_it(name: BlockKey, over: bool, ttl: float | None) -> Put:
-            return self._name(name, key, size, version, over, time.time() + ttl if ttl is not None else 0.0)
+        def name_it(name: BlockKey, replace: bool, over: bool, ttl: float | None) -> Put:
+            return self._name(name, key, size, _Terms(version, replace, over, ttl))
 
         return Receiving(self._core, tenant, size, name_it, replace=replace, ttl_s=ttl_s)
 
-    def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
-        """The key means the block that is `stored` now; wait until that is written down. Full."""
+    def _name(self, name: BlockKey, key: bytes, size: int, terms: _Terms) -> Put:
+        """The key means the block that is `stored` now; wait until that is written down. Full, Absent, StaleVersion."""
         try:
-            return self._try_to_name(name, key, size, version, replace, expires)
+            return self._try_to_name(name, key, size, terms)
         except Full:
             if not self._core.catalog.crowded:
                 raise
-        # Older keys go before a new one is refused.
-        return self._try_to_name(name, key, size, version, replace, expires)
+        # Older keys go before a new one is refused. What this one meant before has gone with the first try.
+        return self._try_to_name(name, key, size, terms._replace(over=False))
 
-    def _try_to_name(
-        self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float
-    ) -> Put:
+    def _try_to_name(self, name: BlockKey, key: bytes, size: int, terms: _Terms) -> Put:
         self._core.catalog.admit()
         with self._lock:
             of = self._core.books.of(name.salt)
             # Once more: it may have been moved while the bytes came in.
-            if version is not None and version < of.version:
-                raise StaleVersion(f"found: data version {version}; needed: {of.version} (the current one) or later")
+            if terms.version is not None and terms.version < of.version:
+                raise StaleVersion(f"found: data version {terms.version}; needed: {of.version} (the current) or later")
             there = self._core.live(of, name.salt, key)
-            if there is None or replace:
-                # A content that something means already, whichever disk it is on.
-                of.count("dedup_hits", name.chunk in of.contents)
-                ref = self._enter(of, name, key, size, version, expires)
-                if there is None:
-                    of.count("put_new")
+            if there is None and terms.over:
+                raise Absent("the key is not there")
+            # A content that something means already, whichever disk it is on.
+            known = name.chunk in of.contents
+            ref = there
+            if ref is None or terms.replace:
+                ref = self._enter(of, name, key, size, terms)
             else:
-                of.count("dedup_hits")
-                ref = there
+                known = True
+            of.count("dedup_hits", known)
+            of.count("put_new", there is None)
         try:
             self._core.catalog.commit(ref.ticket)
             ref.ticket = WRITTEN
         except Full:
             with self._lock:
                 if of.refs.get(key) is ref:
-                    of.count("put_new", -1 if there is None else 0)
+                    of.count("dedup_hits", -known)
+                    of.count("put_new", -(there is None))
                     self._core.settle(self._core.books.unname(of, key))
             raise
         return Put(there is None, ref.content.digest.hex())
 
-    def _enter(self, of: Tenant, name: BlockKey, key: bytes, size: int, version: int | None, expires: float) -> Ref:
-        """The key means the block that is `stored` now. Under the lock."""
-        core = self._core
+    def _enter(self, of: Tenant, name: BlockKey, key: bytes, size: int, terms: _Terms) -> Ref:
+        """The key means the block that is `stored` now. Under the lock. Full."""
+        core, version = self._core, terms.version
         if key not in of.refs:
             self._names.make_room(name.salt, key)
+        expires = time.time() + terms.ttl_s if terms.ttl_s is not None else 0.0
         content = core.adopt(name, size)
         ref = Ref(content, -1 if version is None else version, expires, WRITTEN)
         before = core.books.name(of, key, ref)
@@ -140,15 +154,17 @@ class Writing:
         self._core.catalog.commit(ref.ticket)
         return ref.content.digest.hex()
 
-    def present(self, tenant: str, key: bytes) -> bool:
-        """True if a put (without `replace`) would change nothing; it then counts as one. Memory only."""
+    def present(self, tenant: str, key: bytes) -> str | None:
+        """The digest in hex of what is there if a put (without `replace`) would change nothing; it then counts as one.
+        Memory only.
+        """
         with self._lock:
             of = self._core.books.of(tenant)
             ref = self._core.live(of, tenant, key)
             if ref is None or not ref.ticket.committed:
-                return False
+                return None
             of.count("dedup_hits")
-            return True
+            return ref.content.digest.hex()
 
     def delete(self, tenant: str, keys: Sequence[bytes]) -> int:
         """How many of the keys were there. Full: it cannot be written down, also if they are gone from memory."""
