@@ -161,9 +161,12 @@ class CatalogFile:
 
     def at_its_end(self, error: Exception) -> bool:
         """The file has no room left; it is not the disk."""
-        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-        # What was rolled back has freed its pages again: near enough.
-        return full and _number(self.db, "page_count") + _NEAR > _number(self.db, "max_page_count")
+        if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+            return False
+        with suppress(sqlite3.Error):
+            # What was rolled back has freed its pages again: near enough.
+            return _number(self.db, "page_count") + _NEAR > _number(self.db, "max_page_count")
+        return False
 
     def _beside(self, end: str) -> Path:
         return self.path.with_name(self.path.name + end)

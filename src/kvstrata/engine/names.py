@@ -57,11 +57,14 @@ class Names:
     def _retire(self, tenant: str, of: Tenant) -> bool:
         """Some of its oldest keys go, but for those that were promised, which are the youngest now."""
         now, wanted = time.monotonic(), 1 + len(of.refs) // 100
-        looked = [(key, ref.content.lease > now) for key, ref in islice(of.refs.items(), _LOOK_AT)]
-        gone = [key for key, promised in looked if not promised][:wanted]
-        for key, promised in looked:
-            if promised and len(gone) < wanted:
-                of.refs[key] = of.refs.pop(key)
+        gone: list[bytes] = []
+        promised: list[bytes] = []
+        for key, ref in islice(of.refs.items(), _LOOK_AT):
+            (promised if ref.content.lease > now else gone).append(key)
+            if len(gone) == wanted:
+                break
+        for key in promised:
+            of.refs[key] = of.refs.pop(key)
         self._core.catalog.forget([it for key in gone for it in self._core.unname(of, tenant, key)])
         of.count("keys_retired", len(gone))
         return bool(gone)

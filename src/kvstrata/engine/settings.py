@@ -25,7 +25,7 @@ class EngineSettings:
     root: Path
     capacity: int
     catalog: int = 0
-    """Of the capacity, for names: the catalog and its log; 0: a sixteenth, 2 MiB at least, 1 GiB at most."""
+    """Of the capacity, for names: the catalog and its log; 0: a 32nd, 2 MiB at least, 1 GiB at most."""
     hot: int = 0
     """RAM for blocks that are asked often; 0: none."""
     cold_root: Path | None = None
@@ -112,7 +112,7 @@ class EngineSettings:
     @property
     def names(self) -> int:
         """Bytes of the capacity that the catalog and its log may take."""
-        return self.catalog or min(max(self.capacity // 16, _CATALOG), 1 << 30)
+        return self.catalog or min(max(self.capacity // 32, _CATALOG), 1 << 30)
 
     @property
     def blocks(self) -> int:
