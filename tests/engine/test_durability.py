@@ -104,6 +104,22 @@ def test_a_disk_without_one_free_block_still_answers(small_disk: Path) -> None:
     engine.close()
 
 
+def test_an_engine_that_was_killed_starts_on_a_full_disk_and_serves(small_disk: Path) -> None:
+    engine = Engine.open(settings(small_disk / "engine", 1024 * MIB))
+    for number in range(5):
+        assert put(engine, number)
+    engine._tender.stop(20)
+    shutil.copytree(small_disk / "engine", small_disk / "killed")
+    engine.close()
+    filler = fill_up(small_disk)
+    engine = Engine.open(settings(small_disk / "killed", 1024 * MIB))
+    for number in range(5):
+        assert get(engine, b"%d" % number) == data(number, MIB)
+    filler.unlink()
+    assert put(engine, 9)
+    engine.close()
+
+
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_fsync_brings_block_folders_and_catalog_to_the_device_before_it_acknowledges(tmp_path: Path) -> None:
     trace = tmp_path / "trace"

@@ -76,7 +76,10 @@ class CatalogFile:
         raise AssertionError("unreachable")
 
     def _prepare(self) -> None:
-        self.empty_log()
+        try:
+            self.empty_log()
+        except sqlite3.OperationalError as error:  # a full disk is no reason not to serve what is there
+            log.warning("engine: %s: its log cannot be merged: %s", self.path, error)
         version = _number(self.db, "user_version")
         if version == 0:
             self.db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={SCHEMA}; COMMIT;")
