@@ -74,6 +74,21 @@ def test_names_in_snapshots_of_one_tenant_leave_room_for_those_of_another(opened
     engine.snapshot("b", long)
 
 
+def test_a_tenant_that_has_all_its_names_promised_leaves_room_for_those_of_another(opened: Opener) -> None:
+    engine = opened()
+    with pytest.raises(Full):
+        for number in range(3000):
+            key = b"%04d" % number + b"." * 4000
+            engine.put("a", key, memoryview(b"v"))
+            assert engine.exists("a", [key], lease_s=60) == [True]
+    before = engine.count("a")
+    for number in range(50):
+        engine.put("b", b"%04d" % number + b"." * 4000, memoryview(b"v"))
+    assert engine.count("b") == 50
+    # It keeps its half.
+    assert before // 2 <= engine.count("a") < before
+
+
 def test_numbers_of_snapshots_and_branches_tell_nothing_of_others(opened: Opener) -> None:
     engine = opened()
     keys = fill(engine, "a", 1)

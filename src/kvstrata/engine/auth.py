@@ -72,14 +72,15 @@ class Tokens:
         self._stamp: object = None
         self.generation = 0
         self.file_good = True
+        self.tenants = 1
+        """How many the file names, but for tokens that read no keys."""
         if file is not None:
             self._stamp = _stamp(file)
-            self._grants = tuple(_read(file))
+            self._take(file)
 
-    @property
-    def tenants(self) -> int:
-        """How many the file names, but for tokens that read no keys."""
-        return len({grant.tenant for _, grant in self._grants if grant.read}) or 1
+    def _take(self, file: Path) -> None:
+        self._grants = tuple(_read(file))
+        self.tenants = len({grant.tenant for _, grant in self._grants if grant.read}) or 1
 
     @property
     def open(self) -> bool:
@@ -113,7 +114,7 @@ class Tokens:
                 return self.generation
             self._stamp = stamp
             try:
-                self._grants = tuple(_read(self._file))
+                self._take(self._file)
                 self.file_good = True
             except AuthError as error:
                 # Half-written or gone: dropping every token would stop the cache over an editor's save.

@@ -49,7 +49,7 @@ class Engine:
         self._branches = branches = Branches(core, tenants)
         self._expiries = Expiries(core)
         self._tender = Tender(core, self._leases, branches, self._expiries)
-        self._names = Names(core)
+        self._names = Names(core, tenants)
         self._writing = writing = Writing(core, self._expiries, self._names)
         self.put, self.receive, self.present = writing.put, writing.receive, writing.present
         self.delete, self.version, self.bump_version = writing.delete, writing.version, writing.bump_version

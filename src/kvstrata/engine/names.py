@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import islice
 
 from kvstrata.engine.books import Tenant
@@ -17,10 +18,13 @@ _LOOK_AT = 10_000
 
 
 class Names:
-    """Called under the engine's lock. The tenant with the most bytes of names loses the first ones."""
+    """Called under the engine's lock. The tenant with the most bytes of names loses the first ones. A promise keeps a
+    key, but not beyond the tenant's part where another tenant needs the room.
+    """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, tenants: Callable[[], int]) -> None:
         self._core = core
+        self._tenants = tenants
         self._limit = core.catalog.room.refs
 
     def make_room(self, tenant: str, key: bytes) -> None:
@@ -45,7 +49,8 @@ class Names:
         books = self._core.books
         while books.names > nbytes and books.names:
             largest = max(books.tenants, key=lambda name: books.tenants[name].names)
-            if self._retire(largest, books.of(largest)):
+            theirs = largest != tenant and books.of(largest).names > self._limit // self._tenants()
+            if self._retire(largest, books.of(largest), promised_too=theirs):
                 continue
             if tenant is None or not self._retire(tenant, books.of(tenant)):
                 raise Full(
@@ -54,13 +59,13 @@ class Names:
                     retry=True,
                 )
 
-    def _retire(self, tenant: str, of: Tenant) -> bool:
+    def _retire(self, tenant: str, of: Tenant, *, promised_too: bool = False) -> bool:
         """Some of its oldest keys go, but for those that were promised, which are the youngest now."""
         now, wanted = time.monotonic(), 1 + len(of.refs) // 100
         gone: list[bytes] = []
         promised: list[bytes] = []
         for key, ref in islice(of.refs.items(), _LOOK_AT):
-            (promised if ref.content.lease > now else gone).append(key)
+            (promised if ref.content.lease > now and not promised_too else gone).append(key)
             if len(gone) == wanted:
                 break
         for key in promised:
