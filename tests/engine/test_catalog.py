@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvstrata.engine.catalog import Catalog, Statement
+from kvstrata.engine.catalog_file import CatalogFile
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Full
+from kvstrata.engine.room import Room
 from kvstrata.store.errors import StoreError
 from tests.engine.engines import data, get, settings
 
@@ -19,7 +21,7 @@ _INSERT = "INSERT OR REPLACE INTO refs VALUES('a',?,x'00',1,NULL,NULL)"
 
 def opened(path: Path, *, durable: bool = False, counters: list[Statement] | None = None) -> Catalog:
     """A catalog that counts what it is told."""
-    return Catalog.open(path, durable=durable, counters=lambda: counters or [])
+    return Catalog(CatalogFile.open(path, durable=durable, room=Room(128 << 20)), lambda: counters or [])
 
 
 def keys(path: Path) -> set[bytes]:
@@ -66,10 +68,10 @@ def test_statements_take_effect_in_the_order_in_which_they_were_queued(tmp_path:
 def test_counters_that_a_failed_commit_could_not_write_are_written_later(tmp_path: Path) -> None:
     counters: list[Statement] = [("INSERT OR REPLACE INTO counters VALUES(?,?,?)", ("a", "put_new", 7))]
     catalog = opened(tmp_path / "catalog", counters=counters)
-    catalog._db.execute("PRAGMA query_only=1")
+    catalog.file.db.execute("PRAGMA query_only=1")
     catalog.tend()
     counters.clear()
-    catalog._db.execute("PRAGMA query_only=0")
+    catalog.file.db.execute("PRAGMA query_only=0")
     catalog.tend()
     assert list(catalog.rows("SELECT value FROM counters")) == [(7,)]
     catalog.close()
@@ -131,15 +133,15 @@ def test_a_second_engine_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 def test_what_failed_to_be_committed_is_not_said_to_be(tmp_path: Path) -> None:
     catalog = opened(tmp_path / "catalog")
-    catalog._db.execute("PRAGMA query_only=1")
+    catalog.file.db.execute("PRAGMA query_only=1")
     ticket = catalog.queue([(_INSERT, (b"k",))])
     with pytest.raises(Full):
         catalog.commit(ticket)
-    assert not catalog.is_committed(ticket)
-    catalog._db.execute("PRAGMA query_only=0")
+    assert not ticket.committed
+    catalog.file.db.execute("PRAGMA query_only=0")
     later = catalog.queue([(_INSERT, (b"k",))])
     catalog.commit(later)
-    assert catalog.is_committed(later)
+    assert later.committed
     catalog.close()
 
 

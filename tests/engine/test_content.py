@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from kvstrata.engine.content import Engine
-from kvstrata.engine.errors import Corrupt, Full, Refused, StaleVersion, TooLarge
+from kvstrata.engine.errors import Absent, Corrupt, Full, Refused, StaleVersion, TooLarge
 from tests.engine.engines import MIB, block_files, data, disk_bytes, get, settings, until
 
 Opener = Callable[..., Engine]
@@ -290,7 +291,7 @@ def test_keys_of_a_wrong_length_are_refused(opened: Opener, key: bytes) -> None:
 
 def test_a_value_that_can_never_fit_is_too_large(opened: Opener) -> None:
     with pytest.raises(TooLarge):
-        put(opened(capacity=8 * MIB), b"k", bytes(9 * MIB))
+        put(opened(capacity=10 * MIB), b"k", bytes(9 * MIB))
 
 
 def test_a_value_that_is_read_stays_until_it_is_closed(opened: Opener, tmp_path: Path) -> None:
@@ -340,11 +341,11 @@ def test_many_threads_write_and_delete_the_same_few_contents(opened: Opener, tmp
 def test_a_catalog_that_takes_nothing_refuses_and_goes_on_later(opened: Opener) -> None:
     engine = opened()
     put(engine, b"before", data(1))
-    engine._core.catalog._db.execute("PRAGMA query_only=1")
+    engine._core.catalog.file.db.execute("PRAGMA query_only=1")
     with pytest.raises(Full):
         put(engine, b"k", data(2))
     assert engine.exists("a", [b"k", b"before"]) == [False, True]
-    engine._core.catalog._db.execute("PRAGMA query_only=0")
+    engine._core.catalog.file.db.execute("PRAGMA query_only=0")
     assert put(engine, b"k", data(2))
     assert engine.stats("a")["put_new"] == 2
     assert get(opened(), b"k") == data(2)
@@ -367,3 +368,39 @@ def test_a_key_that_is_written_anew_with_another_end_takes_no_more_memory_each_t
         engine.put("a", b"k", memoryview(b"v"), replace=True, ttl_s=1e6)
     assert len(engine._expiries._ends) < 2000
     engine.close()
+
+
+def test_size_and_digest_are_of_one_value_while_it_is_replaced(opened: Opener) -> None:
+    engine = opened()
+    values = [b"short", b"a longer one"]
+    good = {(len(value), blake3(value).hexdigest()) for value in values}
+    put(engine, b"k", values[0])
+    ended = threading.Event()
+
+    def replace() -> None:
+        while not ended.is_set():
+            for value in values:
+                put(engine, b"k", value, replace=True)
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    seen = {engine.about("a", b"k") for _ in range(5000)}
+    ended.set()
+    writer.join()
+    assert seen <= good
+    assert engine.about("a", b"none") is None
+
+
+def test_a_value_for_a_key_that_must_be_there_is_refused_where_it_is_not(opened: Opener, tmp_path: Path) -> None:
+    engine = opened()
+    with pytest.raises(Absent):
+        put(engine, b"k", data(1), replace=True, over=True)
+    put(engine, b"k", data(1))
+    assert not put(engine, b"k", data(2), replace=True, over=True)
+    with engine.receive("a", b"k", len(data(3))) as incoming:
+        incoming.write(memoryview(data(3)))
+        engine.delete("a", [b"k"])
+        with pytest.raises(Absent):
+            incoming.done(replace=True, over=True)
+    assert get(engine, b"k") is None
+    until(lambda: not blocks(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -103,6 +104,22 @@ def test_a_disk_without_one_free_block_still_answers(small_disk: Path) -> None:
     engine.close()
 
 
+def test_an_engine_that_was_killed_starts_on_a_full_disk_and_serves(small_disk: Path) -> None:
+    engine = Engine.open(settings(small_disk / "engine", 1024 * MIB))
+    for number in range(5):
+        assert put(engine, number)
+    engine._tender.stop(20)
+    shutil.copytree(small_disk / "engine", small_disk / "killed")
+    engine.close()
+    filler = fill_up(small_disk)
+    engine = Engine.open(settings(small_disk / "killed", 1024 * MIB))
+    for number in range(5):
+        assert get(engine, b"%d" % number) == data(number, MIB)
+    filler.unlink()
+    assert put(engine, 9)
+    engine.close()
+
+
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_fsync_brings_block_folders_and_catalog_to_the_device_before_it_acknowledges(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
@@ -130,6 +147,26 @@ def test_fsync_brings_block_folders_and_catalog_to_the_device_before_it_acknowle
     assert acknowledged.index("fsync(") > linked
     # The row comes last: it must not be there without its bytes.
     assert "catalog.sqlite-wal>" in synced[-1]
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_fsync_brings_the_entries_of_new_folders_to_the_device(tmp_path: Path) -> None:
+    root, cold, trace = tmp_path / "new/engine", tmp_path / "cold", tmp_path / "trace"
+    program = (
+        "import os; from pathlib import Path; from kvstrata.engine.content import Engine;"
+        "from tests.engine.engines import settings;"
+        f"Engine.open(settings(Path({str(root)!r}), durability='fsync',"
+        f" cold_root=Path({str(cold)!r}), cold_capacity=1 << 24)); os._exit(0)"
+    )
+    subprocess.run(
+        ["strace", "-f", "-y", "-e", "trace=fsync", "-o", str(trace), "python", "-c", program],
+        check=True,
+        capture_output=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    synced = set(re.findall(r"fsync\(\d+<([^>]*)>\)", trace.read_text()))
+    assert {str(tmp_path), str(tmp_path / "new"), str(root)} <= synced
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
@@ -183,7 +220,7 @@ def test_a_key_whose_change_failed_does_not_come_back_with_its_old_value(change:
     engine = Engine.open(settings(tmp_path))
     for key in (b"key", b"twin"):  # the old value stays on the disk for the twin
         engine.put("a", key, memoryview(data(1, 5000)))
-    catalog = engine._core.catalog._db
+    catalog = engine._core.catalog.file.db
     catalog.execute("PRAGMA query_only=1")
     with pytest.raises(Full):
         if change == "put":

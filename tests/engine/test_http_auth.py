@@ -22,11 +22,15 @@ from tests.engine.wire import Wire
 ADMIN = "0123456789abcdef-admin"
 OTHER = "0123456789abcdef-other"
 PART = "0123456789abcdef-part"
+SCRAPER = "0123456789abcdef-scraper"
+BOTH = "0123456789abcdef-both"
 FILE = f"""# who scope tenant [prefix] token
 {TOKENS}
 admin admin default sha256:{hashlib.sha256(ADMIN.encode()).hexdigest()}
-other rw tenant-b {hashlib.sha256(OTHER.encode()).hexdigest()}
+other rw tenant-b sha256:{hashlib.sha256(OTHER.encode()).hexdigest()}
 part rw default model-a@ {PART}
+scraper metrics default {SCRAPER}
+both rw+metrics default {BOTH}
 """
 
 
@@ -112,6 +116,42 @@ def test_tenants_do_not_see_each_other(guarded: EngineProcess) -> None:
         assert wire.ask("GET", "/kv/stats").json["total_refs"] == 2
 
 
+@pytest.mark.parametrize(
+    ("token", "status"),
+    [(SCRAPER, 200), (BOTH, 200), (ADMIN, 200), (WRITER, 403), (READER, 403), (OTHER, 403), (PART, 403)],
+)
+def test_figures_of_all_tenants_are_for_those_who_are_entitled(guarded: EngineProcess, token: str, status: int) -> None:
+    assert ask(guarded, token, "GET", "/metrics") == status
+
+
+def test_the_figures_are_everybodys_where_there_is_one_tenant(
+    engine_process: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text(f"{TOKENS}scraper metrics elsewhere {SCRAPER}\n")
+    engine = engine_process(TOKENS_FILE=tmp_path / "tokens")
+    assert [ask(engine, token, "GET", "/metrics") for token in (WRITER, READER, SCRAPER)] == [200] * 3
+
+
+def test_a_token_for_figures_reads_and_writes_nothing_else(guarded: EngineProcess) -> None:
+    ask(guarded, WRITER, "PUT", "/kv/a", b"x")
+    for method, path, body in (
+        ("GET", "/kv/a", None), ("HEAD", "/kv/a", None), ("GET", "/kv/a/exists", None), ("GET", "/kv/stats", None),
+        ("PUT", "/kv/b", b"x"), ("DELETE", "/kv/a", None), ("GET", "/kv/fork/stats", None),
+        ("GET", "/kv/version", None), ("POST", "/kv/batch/exists", json.dumps({"keys": ["a"]}).encode()),
+    ):  # fmt: skip
+        assert ask(guarded, SCRAPER, method, path, body) == 403, (method, path)
+    assert ask(guarded, BOTH, "GET", "/kv/a") == 200
+
+
+def test_a_token_of_64_hex_digits_is_a_token(tmp_path: Path) -> None:
+    token = hashlib.sha256(b"openssl rand -hex 32").hexdigest()
+    (tmp_path / "tokens").write_text(f"a rw t {token}\nb rw t sha256:{hashlib.sha256(b'x' * 20).hexdigest()}\n")
+    tokens = Tokens(tmp_path / "tokens")
+    assert tokens.check(token.encode()) is not None
+    assert tokens.check(b"x" * 20) is not None
+    assert tokens.check(hashlib.sha256(b"x" * 20).hexdigest().encode()) is None
+
+
 def test_a_token_with_a_prefix_reaches_no_other_keys(guarded: EngineProcess) -> None:
     ask(guarded, WRITER, "PUT", "/kv/model-b%40x", b"x")
     assert ask(guarded, PART, "PUT", "/kv/model-a%40x", b"x") == 201
@@ -156,6 +196,7 @@ def test_no_token_ever_stands_in_the_log(guarded: EngineProcess) -> None:
     ("line", "says"),
     [
         ("a rw", "2 words"), ("a rw t p x y", "6 words"), ("a all t 0123456789abcdef", "scope 'all'"),
+        ("a metrics+rw t 0123456789abcdef", "scope 'metrics"),
         ("a rw t short", "5 characters"), ("a rw t/u 0123456789abcdef", "tenant"), ("a rw t sha256:12", "characters"),
         ("", "no token"), ("# nothing", "no token"),
     ],

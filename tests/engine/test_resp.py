@@ -496,3 +496,35 @@ def test_a_stranger_who_stops_in_the_middle_of_too_much_holds_no_thread(tmp_path
         client.raw(b"*10\r\n$%d\r\n%b\r\n$1\r\n" % (SMALL, b"x" * SMALL))
         assert client.reply() == "ERR Protocol error: too much before AUTH"
         eventually(lambda: found.listener.busy_connections == 0)
+
+
+def test_a_token_for_figures_alone_speaks_no_resp(tmp_path: Path) -> None:
+    with server(tmp_path, tokens=True) as found:
+        with found.tokens.open("a") as file:
+            file.write("scraper metrics a 0123456789abcdef-scraper\n")
+
+        def told() -> bool:
+            with Client(found.port) as client:
+                return client("AUTH", "0123456789abcdef-scraper") == "OK"
+
+        eventually(told)
+        with Client(found.port) as client:
+            client("AUTH", "0123456789abcdef-scraper")
+            for words in (["GET", "k"], ["SET", "k", "v"], ["SCAN", 0], ["INFO"], ["DBSIZE"], ["EXISTS", "k"]):
+                assert str(client(*words)).startswith("NOPERM"), words
+
+
+def test_a_scan_of_long_keys_answers_in_parts(tmp_path: Path) -> None:
+    keys = {b"%04d" % number + b"." * 4092 for number in range(700)}
+    with server(tmp_path) as found, Client(found.port) as client:
+        client.send(*(["SET", key, "v"] for key in sorted(keys)))
+        assert {client.reply() for _ in keys} == {"OK"}
+        seen: list[bytes] = []
+        cursor = b"0"
+        while True:
+            cursor, some = client("SCAN", cursor, "COUNT", 10_000)
+            assert sum(map(len, some)) <= MIB + 4096
+            seen += some
+            if cursor == b"0":
+                break
+        assert len(seen) == len(keys) and set(seen) == keys

@@ -119,8 +119,8 @@ def test_a_start_above_the_watermark_loses_nothing(opened: Opener, tmp_path: Pat
     opened(capacity=32 * MIB).close()
     engine = opened(capacity=32 * MIB, cold_root=None, cold_capacity=0)
     fill(engine, 15)
-    # 15 MiB of blocks are above the watermark of 16 MiB, and below the limit.
-    engine = opened()
+    # 15 MiB of blocks are above the watermark of the 16 MiB that are left for them, and below the limit.
+    engine = opened(capacity=18 * MIB)
     until(lambda: int(str(engine.stats("a")["demotions"])) > 0)
     at_rest(engine)
     assert engine.stats("a")["evictions"] == 0

@@ -78,7 +78,7 @@ class Liar(http.server.BaseHTTPRequestHandler):
         else:
             value = self.kept.get(self.path)
             if value is not None and self.fault == "other bytes":
-                value = b"x" + value[1:]
+                value = bytes([value[0] ^ 1]) + value[1:]
             self._say(404 if value is None else 200, value or b"")
 
     def do_HEAD(self) -> None:

@@ -75,7 +75,7 @@ def test_the_token_is_made_once_and_the_engine_gets_its_digest_alone(tmp_path: P
     token = kv_engine.token(current)
     assert len(token) >= 32
     tokens = (kv_engine.server_dir(current) / "tokens").read_text()
-    assert tokens.splitlines()[-1] == f"stack rw default sha256:{hashlib.sha256(token.encode()).hexdigest()}"
+    assert tokens.splitlines()[-1] == f"stack rw+metrics default sha256:{hashlib.sha256(token.encode()).hexdigest()}"
     assert token not in tokens
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in made)
     assert {path.parent.stat().st_mode & 0o777 for path in made} == {0o700}
@@ -88,7 +88,7 @@ def test_the_engine_takes_the_token_that_was_made(tmp_path: Path) -> None:
     envfile.ensure_secrets(current)
     tokens = auth.Tokens(kv_engine.server_dir(current) / "tokens")
     grant = tokens.check(kv_engine.token(current).encode())
-    assert grant is not None and grant.write and not grant.admin and grant.tenant == "default"
+    assert grant is not None and grant.write and grant.metrics and not grant.admin and grant.tenant == "default"
     assert tokens.check(b"x" * 43) is None
 
 

@@ -109,7 +109,7 @@ def test_secrets_are_made_once_and_closed(root: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_prometheus_gets_a_token_of_the_engine_that_only_reads(root: Path) -> None:
+def test_prometheus_gets_a_token_of_the_engine_for_its_figures_alone(root: Path) -> None:
     tokens, mine = root / "data/secrets/engine/tokens", root / "data/secrets/prometheus/engine_token"
     tokens.parent.mkdir()
     tokens.write_text("# mine\nstack rw default sha256:ab\n")
@@ -118,13 +118,25 @@ def test_prometheus_gets_a_token_of_the_engine_that_only_reads(root: Path) -> No
     token = mine.read_text().strip()
     lines = tokens.read_text().splitlines()
     assert lines[:2] == ["# mine", "stack rw default sha256:ab"]
-    assert lines[2] == f"prometheus ro default sha256:{hashlib.sha256(token.encode()).hexdigest()}"
+    assert lines[2] == f"prometheus metrics default sha256:{hashlib.sha256(token.encode()).hexdigest()}"
     before = tokens.stat().st_mtime_ns
     observability.prepare(current)
     assert tokens.stat().st_mtime_ns == before and mine.read_text().strip() == token
     mine.unlink()
     observability.prepare(current)
-    assert tokens.read_text().count("prometheus ro") == 1 and token not in mine.read_text()
+    assert tokens.read_text().count("prometheus metrics") == 1 and token not in mine.read_text()
+
+
+def test_a_token_of_prometheus_that_could_read_blocks_becomes_one_that_cannot(root: Path) -> None:
+    tokens, mine = root / "data/secrets/engine/tokens", root / "data/secrets/prometheus/engine_token"
+    for path in (tokens, mine):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    mine.write_text("before\n")
+    digest = hashlib.sha256(b"before").hexdigest()
+    tokens.write_text(f"stack rw default sha256:ab\nprometheus ro default sha256:{digest}\n")
+    observability.prepare(made(root, KV_LAYERS="engine,path-a"))
+    assert tokens.read_text() == f"stack rw default sha256:ab\nprometheus metrics default sha256:{digest}\n"
+    assert mine.read_text() == "before\n"
 
 
 def test_a_change_of_a_configuration_makes_new_containers_and_one_of_a_dashboard_does_not(root: Path) -> None:

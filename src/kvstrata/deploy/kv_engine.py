@@ -106,7 +106,7 @@ def _tokens(token: str) -> str:
     digest = hashlib.sha256(token.encode()).hexdigest()
     return (
         "# One line a token: name scope tenant [prefix] token. Read again when it changes; docs/engine.md.\n"
-        f"stack rw default sha256:{digest}\n"
+        f"stack rw+metrics default sha256:{digest}\n"
     )
 
 

@@ -128,16 +128,22 @@ def _write_targets(settings: Settings) -> None:
 
 
 def _engine_token(settings: Settings) -> None:
-    """A token of its own that reads only, in the engine's list and in Prometheus' folder."""
+    """A token of its own for /metrics alone, in the engine's list and in Prometheus' folder."""
     path, listed = settings.secrets_dir / _TOKEN, kv_engine.server_dir(settings) / "tokens"
     token = path.read_text(encoding="ascii").strip() if path.exists() else ""
     known = listed.read_text(encoding="utf-8") if listed.exists() else ""
     digest = hashlib.sha256(token.encode()).hexdigest()
-    if digest in known or not known:
+    if not known:
+        return
+    if digest in known:
+        # Those of before could read blocks as well.
+        before, now = (f"prometheus {scope} default sha256:{digest}" for scope in ("ro", "metrics"))
+        if before in known:
+            _write(listed, known.replace(before, now), settings, 0o600)
         return
     token = secrets.token_urlsafe(32)
     lines = [line for line in known.splitlines() if not line.startswith("prometheus ")]
-    lines.append(f"prometheus ro default sha256:{hashlib.sha256(token.encode()).hexdigest()}")
+    lines.append(f"prometheus metrics default sha256:{hashlib.sha256(token.encode()).hexdigest()}")
     path.unlink(missing_ok=True)
     _secret(settings, _TOKEN, lambda: token + "\n")
     _write(listed, "\n".join(lines) + "\n", settings, 0o600)

@@ -50,7 +50,7 @@ class Server:
         self._tls = _tls(settings)
         self._metrics = EngineMetrics()
         self._budget = Budget(settings.memory)
-        self._engine = Engine.open(settings)
+        self._engine = Engine.open(settings, lambda: self._tokens.tenants)
         self._stopping = False
         self.listeners: dict[str, Listener] = {}
         try:
@@ -72,7 +72,11 @@ class Server:
         routes = Routes(
             Blocks(self._engine, bodies, settings.max_value),
             Control(self._engine, bodies, settings.max_value),
-            pages(self._metrics, lambda: "the server is stopping" if self._stopping else ""),
+            pages(
+                self._metrics,
+                lambda: "the server is stopping" if self._stopping else "",
+                lambda: self._tokens.tenants,
+            ),
         )
         return Http(routes, self._tokens, self._metrics, settings.header_s).serve
 

@@ -16,10 +16,13 @@ __all__ = ["AuthError", "Grant", "Tokens", "is_loopback"]
 
 log = logging.getLogger(__name__)
 
-_SCOPES = ("ro", "rw", "admin")
+_SCOPES = ("ro", "rw", "admin", "metrics", "ro+metrics", "rw+metrics")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_LINE = "name scope tenant [prefix] token (scope: ro, rw or admin; token: 16 characters or more, or its SHA-256 in hex)"
+_LINE = (
+    "name scope tenant [prefix] token (scope: ro, rw, admin, metrics, ro+metrics or rw+metrics;"
+    " token: 16 characters or more, or sha256: and its SHA-256 in hex)"
+)
 _SHORTEST = 16
 _LOOK_EVERY_S = 0.5
 
@@ -34,26 +37,28 @@ class AuthError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a token allows: keys of `tenant` that begin with `prefix`; writing with `write`; engine-wide figures and
-    the data version with `admin` (which implies `write`)."""
+    """What a token allows: with `read`, keys of `tenant` that begin with `prefix`, with `write` also to change them;
+    with `metrics` GET /metrics, which shows the whole engine; with `admin` all of it, and /kv/stats of all tenants."""
 
     tenant: str
     write: bool
     prefix: bytes = b""
     admin: bool = False
     name: str = ""
+    read: bool = True
+    metrics: bool = False
 
 
 #: Without a tokens file, which is allowed on loopback only.
-OPEN = Grant("default", write=True, admin=True, name="open")
+OPEN = Grant("default", write=True, admin=True, name="open", metrics=True)
 
 
 class Tokens:
     """The tokens of a file. Thread-safe.
 
     A line is `name scope tenant [prefix] token`; empty lines and those that begin with # are skipped. `token` is the
-    token itself or `sha256:<64 hex>`, its digest, so that the file need not hold the secret. 64 hex digits alone are a
-    digest as well. Several names may carry one tenant: the old and the new token during a rotation.
+    token itself or `sha256:<64 hex>`, its digest, so that the file need not hold the secret. Several names may carry
+    one tenant: the old and the new token during a rotation.
 
     Args:
         file: None: everybody is `OPEN`. Otherwise a file that must be readable and right at the start.
@@ -67,9 +72,15 @@ class Tokens:
         self._stamp: object = None
         self.generation = 0
         self.file_good = True
+        self.tenants = 1
+        """How many the file names, but for tokens that read no keys."""
         if file is not None:
             self._stamp = _stamp(file)
-            self._grants = tuple(_read(file))
+            self._take(file)
+
+    def _take(self, file: Path) -> None:
+        self._grants = tuple(_read(file))
+        self.tenants = len({grant.tenant for _, grant in self._grants if grant.read}) or 1
 
     @property
     def open(self) -> bool:
@@ -103,7 +114,7 @@ class Tokens:
                 return self.generation
             self._stamp = stamp
             try:
-                self._grants = tuple(_read(self._file))
+                self._take(self._file)
                 self.file_good = True
             except AuthError as error:
                 # Half-written or gone: dropping every token would stop the cache over an editor's save.
@@ -149,21 +160,26 @@ def _parse(words: list[str], where: str) -> tuple[bytes, Grant]:
         raise AuthError(f"scope {scope!r} in {where}", f"one of {', '.join(_SCOPES)}", "correct the second word")
     if not _TENANT.fullmatch(tenant):
         raise AuthError(f"tenant {tenant!r} in {where}", "1 to 64 of A-Z a-z 0-9 . _ -", "correct the third word")
-    digest = token.removeprefix("sha256:").lower()
-    if not _DIGEST.fullmatch(digest):
+    digest = token.lower().removeprefix("sha256:")
+    if not token.startswith("sha256:") or not _DIGEST.fullmatch(digest):
         if token.startswith("sha256:") or len(token) < _SHORTEST:
             raise AuthError(
                 f"a token of {len(token)} characters in {where}",
-                f"{_SHORTEST} or more, or its SHA-256 (64 hex digits)",
+                f"{_SHORTEST} or more, or sha256: and its SHA-256 (64 hex digits)",
                 "make one: openssl rand -hex 24",
             )
+        if _DIGEST.fullmatch(digest):
+            log.warning("tokens: %s: 64 hex digits are taken for the token itself; a digest begins with sha256:", where)
         digest = hashlib.sha256(token.encode()).hexdigest()
+    base, _, _ = scope.partition("+")
     grant = Grant(
         tenant,
-        write=scope != "ro",
+        write=base in ("rw", "admin"),
         prefix=prefix[0].encode() if prefix else b"",
-        admin=scope == "admin",
+        admin=base == "admin",
         name=name,
+        read=base != "metrics",
+        metrics=base == "admin" or scope.endswith("metrics"),
     )
     return bytes.fromhex(digest), grant
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvstrata.engine.catalog import Ticket
+from kvstrata.engine.room import row_bytes
 from kvstrata.store.keys import BlockKey
 
 __all__ = ["Books", "Content", "Ref", "Tenant", "Tier", "block_key"]
@@ -79,12 +81,12 @@ class Content:
 
 class Ref:
     """What a key means. `version`: its tag, or -1; `expires`: seconds since the epoch, or 0.0; `ticket`: of the commit
-    that made it durable.
+    that makes it durable.
     """
 
     __slots__ = ("content", "expires", "ticket", "version")
 
-    def __init__(self, content: Content, version: int, expires: float, ticket: int) -> None:
+    def __init__(self, content: Content, version: int, expires: float, ticket: Ticket) -> None:
         self.content = content
         self.version = version
         self.expires = expires
@@ -94,8 +96,9 @@ class Ref:
 @dataclass(slots=True)
 class Tenant:
     """Everything of one tenant. `unique`, `resident`: contents that have a key, and their bytes; `logical`: bytes of
-    all references; `places`: [bytes, blocks] of the contents whose fastest place is that tier, so none twice;
-    `version`: entries with an older tag are gone; `changed`: names of counters that are not written.
+    all references; `names`: what its keys take in the catalog; `places`: [bytes, blocks] of the contents whose fastest
+    place is that tier, so none twice; `version`: entries with an older tag are gone; `changed`: names of counters that
+    are not written.
     """
 
     refs: dict[bytes, Ref] = field(default_factory=dict)
@@ -104,14 +107,16 @@ class Tenant:
     resident: int = 0
     logical: int = 0
     version: int = 0
+    names: int = 0
     places: dict[Tier, list[int]] = field(default_factory=lambda: {tier: [0, 0] for tier in Tier})
     counters: Counter[str] = field(default_factory=Counter)
     changed: set[str] = field(default_factory=set)
 
     def count(self, name: str, by: int = 1) -> None:
         """Move a counter."""
-        self.counters[name] += by
-        self.changed.add(name)
+        if by:
+            self.counters[name] += by
+            self.changed.add(name)
 
 
 class Books:
@@ -119,6 +124,8 @@ class Books:
 
     def __init__(self) -> None:
         self.tenants: dict[str, Tenant] = {}
+        self.names = 0
+        """What all keys take in the catalog."""
 
     def of(self, tenant: str) -> Tenant:
         """A tenant's; made when it is met."""
@@ -178,6 +185,7 @@ class Books:
             of.resident += ref.content.size
         ref.content.add(key)
         of.logical += ref.content.size
+        self._named(of, row_bytes(ref.content.tenant, key))
         return before
 
     def unname(self, of: Tenant, key: bytes) -> Content | None:
@@ -188,10 +196,15 @@ class Books:
         content = ref.content
         content.remove(key)
         of.logical -= content.size
+        self._named(of, -row_bytes(content.tenant, key))
         if not content.named:
             of.unique -= 1
             of.resident -= content.size
         return content
+
+    def _named(self, of: Tenant, nbytes: int) -> None:
+        of.names += nbytes
+        self.names += nbytes
 
     def all_contents(self) -> Iterator[Content]:
         """Of all tenants. The books must not change meanwhile."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstrata.engine.books import Content, Tier, block_key
-from kvstrata.engine.catalog import Statement
+from kvstrata.engine.catalog import Statement, Ticket
 from kvstrata.engine.core import Core
 from kvstrata.engine.errors import Full, NoSuchBranch, NoSuchBranchKey, NoSuchSnapshot, StillReferenced
+from kvstrata.engine.holdings import Holdings
 
 __all__ = ["Branches", "Fork"]
 
 _FORK = "INSERT INTO forks VALUES(?,?,?,?)"
 _PAGE = "INSERT OR REPLACE INTO pages VALUES(?,?,?,?)"
-_LAST = "INSERT OR REPLACE INTO counters VALUES('','last_fork',?)"
+# Snapshots first.
+_FORKS = "SELECT id, tenant, parent, used FROM forks ORDER BY parent IS NOT NULL"
+# Numbers of JSON are exact up to here in every client.
+_NUMBERS = (1 << 53) - 1
 _USED = "UPDATE forks SET used=? WHERE id=?"
 # A branch that lives is used often: its last use is written down when it is that much younger than the written one.
 _USED_STEP_S = 30.0
@@ -36,34 +41,27 @@ class Fork:
 
 class Branches:
     """Thread-safe. What a snapshot or branch means is pinned on the disk, so that a living branch does not lose pages;
-    all of them together may pin a share of the capacity, beyond which new ones are refused (Full). Those that nobody
-    used for a while end by themselves.
+    a tenant may pin its part of a share of the capacity, beyond which new ones are refused (Full). Those that nobody
+    used for a while end by themselves. Their numbers are drawn, so that none tells of another's.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, tenants: Callable[[], int]) -> None:
         self._core = core
         self._forks: dict[int, Fork] = {}
-        self._last = 0
-        self._bytes = 0
-        self._limit = int(core.settings.capacity * core.settings.fork_share)
+        self._holdings = Holdings(core, tenants)
 
     # -- start
 
     def load(self) -> None:
         """Read them from the catalog, before anybody asks. Pages whose bytes are gone are not there any more."""
         core = self._core
-        for (value,) in core.catalog.rows("SELECT value FROM counters WHERE tenant='' AND name='last_fork'"):
-            self._last = int(str(value))
-        # A snapshot's number is smaller than its branches'.
-        for number, tenant, parent, used in core.catalog.rows("SELECT id, tenant, parent, used FROM forks ORDER BY id"):
+        for number, tenant, parent, used in core.catalog.rows(_FORKS):
             assert isinstance(number, int) and isinstance(used, float)
             of = self._forks.get(parent) if isinstance(parent, int) else None
             if parent is not None and of is None:
                 core.catalog.queue(_drop(number))
                 continue
-            self._forks[number] = Fork(number, str(tenant), of, used, used)
-            if of is not None:
-                of.branches += 1
+            self._add(Fork(number, str(tenant), of, used, used))
         rows = list(core.catalog.rows("SELECT fork, key, digest, size FROM pages"))
         for number, key, digest, size in rows:
             assert isinstance(number, int) and isinstance(key, bytes)
@@ -88,8 +86,7 @@ class Branches:
             self._room(tenant, None, core.settings.max_snapshots)
             of = core.books.of(tenant)
             refs = {key: ref for key in keys if (ref := core.live(of, tenant, key)) is not None}
-            new = {ref.content for ref in refs.values() if not ref.content.forks}
-            self._fits(sum(content.size for content in new))
+            self._holdings.need(tenant, {ref.content for ref in refs.values()}, [b"", *refs])
             fork = self._new(tenant, None)
             for key, ref in refs.items():
                 self._hold(fork, key, ref.content)
@@ -103,13 +100,16 @@ class Branches:
         with self._core.lock:
             parent = self._snapshot(tenant, snapshot)
             self._room(tenant, parent, self._core.settings.max_branches)
+            self._holdings.need(tenant, keys=[b""])
             branch = self._new(tenant, parent)
             ticket = self._core.catalog.queue(self._written(branch))
         self._commit(ticket, branch)
         return branch.number
 
     def drop_snapshot(self, tenant: str, snapshot: int) -> None:
-        """NoSuchSnapshot, StillReferenced."""
+        """NoSuchSnapshot, StillReferenced, Full."""
+        # One that is gone from memory alone must not be said to be gone.
+        self._core.catalog.settle()
         with self._core.lock:
             fork = self._snapshot(tenant, snapshot)
             if fork.branches:
@@ -138,15 +138,13 @@ class Branches:
             self._branch(tenant, branch)
             known = core.books.of(tenant).contents.get(digest)
             # Before the bytes are written as well.
-            if known is None or not known.forks:
-                self._fits(len(body))
+            self._holdings.need(tenant, [known] if known else [], [key], 0 if known else len(body))
         with core.stored(name, body):
             with core.lock:
                 fork = self._branch(tenant, branch)
                 content = core.adopt(name, len(body))
                 try:
-                    if not content.forks:
-                        self._fits(content.size)
+                    self._holdings.need(tenant, [content], [] if key in fork.pages else [key])
                 except Full:
                     core.settle(content)
                     raise
@@ -164,17 +162,17 @@ class Branches:
                         if before is not None:
                             self._hold(fork, key, before)
                         else:
-                            del fork.pages[key]
-                            self._release(content)
+                            self._let_go(fork, key)
                 raise
             finally:
                 if before is not None:
                     with core.lock:
-                        self._release(before)
+                        self._holdings.release(before)
         return before is None
 
     def drop_branch(self, tenant: str, branch: int) -> None:
-        """NoSuchBranch."""
+        """NoSuchBranch, Full."""
+        self._core.catalog.settle()
         with self._core.lock:
             ticket = self._core.catalog.queue(self._end(self._branch(tenant, branch)))
         self._core.catalog.commit(ticket)
@@ -236,53 +234,47 @@ class Branches:
                 f"found: {count} {kind}; needed: fewer than {most}; to fix: DELETE some, or wait until idle ones end"
             )
 
-    def _fits(self, nbytes: int) -> None:
-        if self._bytes + nbytes > self._limit:
-            raise Full(
-                # Not how many: most may be other tenants'.
-                f"found: no room for {nbytes} bytes more in snapshots and branches; needed: at most {self._limit}"
-                " (KV_ENGINE_FORK_SHARE of the capacity); to fix: DELETE some, or wait until idle ones end"
-            )
-
     def _new(self, tenant: str, parent: Fork | None) -> Fork:
-        self._last += 1
-        now = time.time()
-        fork = self._forks[self._last] = Fork(self._last, tenant, parent, now, now)
-        if parent is not None:
-            parent.branches += 1
+        number, now = 0, time.time()
+        while not number or number in self._forks:
+            number = secrets.randbelow(_NUMBERS)
+        return self._add(Fork(number, tenant, parent, now, now))
+
+    def _add(self, fork: Fork) -> Fork:
+        self._forks[fork.number] = fork
+        self._holdings.name(fork.tenant, b"")
+        if fork.parent is not None:
+            fork.parent.branches += 1
         return fork
 
     @staticmethod
     def _written(fork: Fork) -> list[Statement]:
         parent = None if fork.parent is None else fork.parent.number
-        return [(_FORK, (fork.number, fork.tenant, parent, fork.used)), (_LAST, (fork.number,))]
+        return [(_FORK, (fork.number, fork.tenant, parent, fork.used))]
 
     def _hold(self, fork: Fork, key: bytes, content: Content) -> None:
         before = fork.pages.get(key)
-        content.forks += 1
-        if content.forks == 1:
-            self._bytes += content.size
-            self._core.settle(content)
+        self._holdings.hold(content)
         fork.pages[key] = content
         if before is not None:
-            self._release(before)
+            self._holdings.release(before)
+        else:
+            self._holdings.name(fork.tenant, key)
 
-    def _release(self, content: Content) -> None:
-        content.forks -= 1
-        if not content.forks:
-            self._bytes -= content.size
-            self._core.settle(content)
+    def _let_go(self, fork: Fork, key: bytes) -> None:
+        self._holdings.release(fork.pages.pop(key))
+        self._holdings.name(fork.tenant, key, -1)
 
     def _end(self, fork: Fork) -> list[Statement]:
         del self._forks[fork.number]
         if fork.parent is not None:
             fork.parent.branches -= 1
-        for content in fork.pages.values():
-            self._release(content)
-        fork.pages.clear()  # a put that is under way must not release its page again
+        self._holdings.name(fork.tenant, b"", -1)
+        for key in list(fork.pages):
+            self._let_go(fork, key)
         return _drop(fork.number)
 
-    def _commit(self, ticket: int, fork: Fork) -> None:
+    def _commit(self, ticket: Ticket, fork: Fork) -> None:
         try:
             self._core.catalog.commit(ticket)
         except Full:

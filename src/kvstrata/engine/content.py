@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
-from collections.abc import Sequence
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from blake3 import blake3
 
 from kvstrata.engine.block import Block
-from kvstrata.engine.books import Ref, Tenant, block_key
 from kvstrata.engine.branches import Branches
-from kvstrata.engine.catalog import FORGETS, put_aside
+from kvstrata.engine.catalog_file import put_aside
 from kvstrata.engine.core import CATALOG, Core
-from kvstrata.engine.errors import Full, NoSuchBranchKey, Refused, StaleVersion, TooLarge
+from kvstrata.engine.errors import NoSuchBranchKey
 from kvstrata.engine.expiries import Expiries
+from kvstrata.engine.folders import own_folders, sync_entries
 from kvstrata.engine.globs import glob
 from kvstrata.engine.leases import Leases
-from kvstrata.engine.receiving import Put, Receiving
+from kvstrata.engine.names import Names
+from kvstrata.engine.receiving import Put
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.start import load
 from kvstrata.engine.stats import stats
 from kvstrata.engine.tender import Tender
-from kvstrata.store.errors import StoreError
-from kvstrata.store.keys import BlockKey
+from kvstrata.engine.writing import Writing
 
 __all__ = ["Engine", "Put"]
 
-LONGEST_KEY = 4096
-_PUT = "INSERT OR REPLACE INTO refs VALUES(?,?,?,?,?,?)"
-_DROP = f"{FORGETS} WHERE tenant=? AND key=?"
 _SCAN = "SELECT key FROM refs WHERE tenant=? AND key>? ORDER BY key LIMIT ?"
-_SCAN_MOST = 10_000
+_SCAN_MOST, _SCAN_BYTES = 10_000, 1 << 20
 # A block that moves from one disk to another is found at the second look.
 _TRIES = 3
 
@@ -44,16 +39,20 @@ class Engine:
     process, and with durability=fsync of the machine. Calls block on the disk in the caller's thread.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, tenants: Callable[[], int]) -> None:
         """Use `open`."""
         self.settings = settings
-        _private_folder(settings.root)
+        own_folders(settings)
         self._core = core = Core(settings)
         self._lock = core.lock
-        self._leases = Leases(core)
-        self._branches = branches = Branches(core)
+        self._leases = Leases(core, tenants)
+        self._branches = branches = Branches(core, tenants)
         self._expiries = Expiries(core)
         self._tender = Tender(core, self._leases, branches, self._expiries)
+        self._names = Names(core, tenants)
+        self._writing = writing = Writing(core, self._expiries, self._names)
+        self.put, self.receive, self.present = writing.put, writing.receive, writing.present
+        self.delete, self.version, self.bump_version = writing.delete, writing.version, writing.bump_version
         self.snapshot = branches.snapshot
         self.fork = branches.fork
         self.drop_snapshot = branches.drop_snapshot
@@ -62,27 +61,30 @@ class Engine:
         self._closed = False
 
     @classmethod
-    def open(cls, settings: EngineSettings) -> Engine:
+    def open(cls, settings: EngineSettings, tenants: Callable[[], int] = lambda: 1) -> Engine:
         """Own the folders and bring books and disks in step. A catalog that turns out to be damaged is put aside.
         StoreError.
+
+        `tenants`: how many there may be, for what is divided among them.
         """
         try:
-            engine = cls._loaded(settings)
+            engine = cls._loaded(settings, tenants)
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
             put_aside(settings.root / CATALOG, error)
-            engine = cls._loaded(settings)
+            engine = cls._loaded(settings, tenants)
         engine._tender.start()
         engine._core.mover.start()
         engine._core.tiers.begin_evicting()
         return engine
 
     @classmethod
-    def _loaded(cls, settings: EngineSettings) -> Engine:
-        engine = cls(settings)
+    def _loaded(cls, settings: EngineSettings, tenants: Callable[[], int]) -> Engine:
+        engine = cls(settings, tenants)
         try:
-            load(engine._core, engine._branches)
+            sync_entries(settings)
+            load(engine._core, engine._branches, engine._names)
             engine._expiries.load()
         except BaseException:
             engine._core.catalog.close()
@@ -100,129 +102,6 @@ class Engine:
         self._core.sweep()
         self._core.catalog.close()
         self._core.tiers.close(timeout_s)
-
-    # -- writing
-
-    def put(
-        self,
-        tenant: str,
-        key: bytes,
-        body: memoryview,
-        *,
-        version: int | None = None,
-        replace: bool = False,
-        ttl_s: float | None = None,
-    ) -> Put:
-        """Store a value. A key that is there stays as it is (the first writer wins), unless `replace`.
-
-        `version`: the entry goes when the tenant's version passes it; `ttl_s`: it goes after that. Refused, TooLarge,
-        Full.
-        """
-        self._check(tenant, key, len(body), version)
-        if not replace and (digest := self._repeated(tenant, key)) is not None:
-            return Put(False, digest)
-        name = block_key(tenant, blake3(body).digest())
-        expires = time.time() + ttl_s if ttl_s is not None else 0.0
-        with self._core.stored(name, body):
-            return self._name(name, key, len(body), version, replace, expires)
-
-    def receive(
-        self,
-        tenant: str,
-        key: bytes,
-        size: int,
-        *,
-        version: int | None = None,
-        replace: bool = False,
-        ttl_s: float | None = None,
-    ) -> Receiving:
-        """put, for a value whose bytes are still coming: they are hashed, summed and written as they come, so that no
-        buffer has to hold it. What is left before `done` was never there. Refused, TooLarge, Full.
-        """
-        self._check(tenant, key, size, version)
-
-        def name_it(name: BlockKey, over: bool, ttl: float | None) -> Put:
-            return self._name(name, key, size, version, over, time.time() + ttl if ttl is not None else 0.0)
-
-        return Receiving(self._core, tenant, size, name_it, replace=replace, ttl_s=ttl_s)
-
-    def _name(self, name: BlockKey, key: bytes, size: int, version: int | None, replace: bool, expires: float) -> Put:
-        """The key means the block that is `stored` now; wait until that is written down. Full."""
-        with self._lock:
-            of = self._core.books.of(name.salt)
-            # Once more: it may have been moved while the bytes came in.
-            if version is not None and version < of.version:
-                raise StaleVersion(f"found: data version {version}; needed: {of.version} (the current one) or later")
-            there = self._core.live(of, name.salt, key)
-            if there is None or replace:
-                # A content that something means already, whichever disk it is on.
-                of.count("dedup_hits", name.chunk in of.contents)
-                ref = self._enter(of, name, key, size, version, expires)
-                if there is None:
-                    of.count("put_new")
-            else:
-                of.count("dedup_hits")
-                ref = there
-        try:
-            self._core.catalog.commit(ref.ticket)
-        except Full:
-            with self._lock:
-                if of.refs.get(key) is ref:
-                    of.count("put_new", -1 if there is None else 0)
-                    self._core.settle(self._core.books.unname(of, key))
-                    # It may have meant something else before, which its row in the catalog still says.
-                    self._core.catalog.queue([(_DROP, (name.salt, key))])
-            raise
-        return Put(there is None, ref.content.digest.hex())
-
-    def _enter(self, of: Tenant, name: BlockKey, key: bytes, size: int, version: int | None, expires: float) -> Ref:
-        """The key means the block that is `stored` now. Under the lock."""
-        core = self._core
-        content = core.adopt(name, size)
-        ref = Ref(content, -1 if version is None else version, expires, 0)
-        before = core.books.name(of, key, ref)
-        values = (name.salt, key, name.chunk, size, version, expires or None)
-        ref.ticket = core.catalog.queue([(_PUT, values)])
-        if before is not content:
-            core.settle(before)
-        if expires:
-            self._expiries.add(expires, name.salt, key)
-        if len(of.refs) > self.settings.max_keys:
-            oldest = list(islice(of.refs, 1 + self.settings.max_keys // 100))
-            core.catalog.queue([it for old in oldest if old != key for it in core.unname(of, name.salt, old)])
-            of.count("keys_retired", len(oldest))
-        return ref
-
-    def _repeated(self, tenant: str, key: bytes) -> str | None:
-        with self._lock:
-            of = self._core.books.of(tenant)
-            ref = self._core.live(of, tenant, key)
-            if ref is None:
-                return None
-            of.count("dedup_hits")
-        # Who is told that it is there must not lose it because the first one's commit was still under way.
-        self._core.catalog.commit(ref.ticket)
-        return ref.content.digest.hex()
-
-    def present(self, tenant: str, key: bytes) -> bool:
-        """True if a put (without `replace`) would change nothing; it then counts as one. Memory only."""
-        with self._lock:
-            of = self._core.books.of(tenant)
-            ref = self._core.live(of, tenant, key)
-            if ref is None or not self._core.catalog.is_committed(ref.ticket):
-                return False
-            of.count("dedup_hits")
-            return True
-
-    def delete(self, tenant: str, keys: Sequence[bytes]) -> int:
-        """How many of the keys were there. Full: it cannot be written down."""
-        with self._lock:
-            of = self._core.books.of(tenant)
-            gone = [key for key in dict.fromkeys(keys) if self._core.live(of, tenant, key) is not None]
-            ticket = self._core.catalog.queue([it for key in gone for it in self._core.unname(of, tenant, key)])
-        if gone:
-            self._core.catalog.commit(ticket)
-        return len(gone)
 
     # -- reading
 
@@ -263,17 +142,16 @@ class Engine:
                 answer.append(there)
         return answer
 
+    def about(self, tenant: str, key: bytes) -> tuple[int, str] | None:
+        """Bytes of the value, and its BLAKE3 in hex."""
+        with self._lock:
+            ref = self._core.live(self._core.books.of(tenant), tenant, key)
+            return None if ref is None else (ref.content.size, ref.content.digest.hex())
+
     def size(self, tenant: str, key: bytes) -> int | None:
         """Bytes of the value."""
-        with self._lock:
-            ref = self._core.live(self._core.books.of(tenant), tenant, key)
-            return None if ref is None else ref.content.size
-
-    def digest(self, tenant: str, key: bytes) -> str | None:
-        """BLAKE3 of the value, in hex."""
-        with self._lock:
-            ref = self._core.live(self._core.books.of(tenant), tenant, key)
-            return None if ref is None else ref.content.digest.hex()
+        about = self.about(tenant, key)
+        return None if about is None else about[0]
 
     def ttl(self, tenant: str, key: bytes) -> float | None:
         """Seconds that it has left, -1.0 if it does not expire, None if it is not there."""
@@ -293,13 +171,20 @@ class Engine:
         self, tenant: str, cursor: bytes = b"", match: bytes | None = None, count: int = 10
     ) -> tuple[bytes, list[bytes]]:
         """Keys in their order behind `cursor` (b"": from the start) that fit a glob, and the next cursor (b"": that
-        was all). `count`: how many are looked at.
+        was all). `count`: how many are looked at, if they have a MiB together at most.
         """
         count = max(1, min(count, _SCAN_MOST))
         fits = glob(match) if match is not None else None
-        rows = [row[0] for row in self._core.catalog.rows(_SCAN, (tenant, cursor, count))]
-        keys = [key for key in rows if isinstance(key, bytes)]
-        after = keys[-1] if len(keys) == count else b""
+        keys: list[bytes] = []
+        nbytes = 0
+        with closing(self._core.catalog.rows(_SCAN, (tenant, cursor, count))) as rows:
+            for (key,) in rows:
+                assert isinstance(key, bytes)
+                keys.append(key)
+                nbytes += len(key)
+                if nbytes >= _SCAN_BYTES:
+                    break
+        after = keys[-1] if len(keys) == count or nbytes >= _SCAN_BYTES else b""
         with self._lock:
             of = self._core.books.of(tenant)
             keys = [key for key in keys if self._core.live(of, tenant, key) is not None]
@@ -310,28 +195,6 @@ class Engine:
         with self._lock:
             self._expiries.end(time.time())
             return stats(self._core, tenant)
-
-    # -- versions
-
-    def version(self, tenant: str) -> int:
-        """The tenant's; 0 if it was never moved."""
-        with self._lock:
-            return self._core.books.of(tenant).version
-
-    def bump_version(self, tenant: str, number: int) -> int:
-        """Move it forward: entries with an older tag are gone. Back is not possible. The version now. Full."""
-        with self._lock:
-            of = self._core.books.of(tenant)
-            if number > of.version:
-                of.version = of.counters["version"] = number
-                of.changed.add("version")
-                old = [key for key, ref in of.refs.items() if 0 <= ref.version < number]
-                self._core.catalog.queue([it for key in old for it in self._core.unname(of, tenant, key)])
-                of.count("stale_retired", len(old))
-            ticket = self._core.catalog.queue(())
-            version = of.version
-        self._core.catalog.commit(ticket)
-        return version
 
     # -- branches (the rest of them: see __init__)
 
@@ -344,29 +207,6 @@ class Engine:
 
     def branch_put(self, tenant: str, branch: int, key: bytes, body: memoryview) -> Put:
         """Write into the branch alone. NoSuchBranch, Full, TooLarge, Refused."""
-        self._check(tenant, key, len(body), None)
+        self._writing.check(tenant, key, len(body), None)
         digest = blake3(body).digest()
         return Put(self._branches.put(tenant, branch, key, digest, body), digest.hex())
-
-    # -- inside
-
-    def _check(self, tenant: str, key: bytes, size: int, version: int | None) -> None:
-        if not 1 <= len(key) <= LONGEST_KEY:
-            raise Refused(f"found: a key of {len(key)} bytes; needed: 1 to {LONGEST_KEY}")
-        most = max(self.settings.max_value, self.settings.resp_max_value)
-        if size > most:
-            raise TooLarge(f"found: a value of {size} bytes; needed: at most {most}")
-        now = self.version(tenant)
-        if version is not None and not now <= version < 1 << 63:
-            raise Refused(f"found: data version {version}; needed: {now} (the current one) or later")
-
-
-def _private_folder(path: Path) -> None:
-    """What users wrote lies there. StoreError."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
-    except OSError as error:
-        raise StoreError(
-            f"{path}: {error.strerror}", f"a folder that user {os.geteuid()} owns", "chown it, or set KV_ENGINE_ROOT"
-        ) from error

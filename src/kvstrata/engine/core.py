@@ -11,19 +11,20 @@ from functools import partial
 
 from kvstrata.engine.block import Block
 from kvstrata.engine.books import Books, Content, Ref, Tenant, Tier, block_key
-from kvstrata.engine.catalog import FORGETS, Catalog, Statement
+from kvstrata.engine.catalog import Catalog, Statement, forget_ref
+from kvstrata.engine.catalog_file import CatalogFile
 from kvstrata.engine.errors import Full
 from kvstrata.engine.hot import HotTier
 from kvstrata.engine.mover import Mover
+from kvstrata.engine.room import Room
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.engine.tiers import Tiers
 from kvstrata.store.keys import BlockKey
 
-__all__ = ["CATALOG", "FORGET", "Core"]
+__all__ = ["CATALOG", "Core"]
 
 CATALOG = "catalog.sqlite"
 
-FORGET = f"{FORGETS} WHERE tenant=? AND key=? AND digest=?"
 _COUNT = "INSERT OR REPLACE INTO counters VALUES(?,?,?)"
 
 log = logging.getLogger(__name__)
@@ -48,11 +49,10 @@ class Core:
         self.mover = Mover(self)
         self.tiers = Tiers(settings, self)
         try:
-            self.catalog = Catalog.open(
-                settings.root / CATALOG,
-                durable=settings.durability == "fsync",
-                counters=self._changed_counters,
+            file = CatalogFile.open(
+                settings.root / CATALOG, durable=settings.durability == "fsync", room=Room(settings.names)
             )
+            self.catalog = Catalog(file, self._changed_counters, self.wake.set)
         except BaseException:
             self.tiers.close(1.0)
             raise
@@ -161,7 +161,7 @@ class Core:
         if ref is None:
             return []
         self.settle(self.books.unname(of, key))
-        return [(FORGET, (tenant, key, ref.content.digest))]
+        return [forget_ref(tenant, key, ref.content.digest)]
 
     def live(self, of: Tenant, tenant: str, key: bytes) -> Ref | None:
         """What the key means, if it has not expired. Under the lock."""
@@ -193,9 +193,9 @@ class Core:
                     content.pinned = False
                 self.hot.discard(content)
                 names = self.books.drop(content)
-                statements += [(FORGET, (key.salt, name, key.chunk)) for name in names]
+                statements += [forget_ref(key.salt, name, key.chunk) for name in names]
                 tenants.append(key.salt)
-            self.catalog.queue(statements)
+            self.catalog.forget(statements)
 
     def evicted(self) -> None:
         """See Watcher."""
@@ -217,7 +217,7 @@ class Core:
         """Delete from the disks what nothing means; what somebody still reads waits for the next time."""
         with self.lock:
             before = set(self._garbage)
-            ticket = self.catalog.queue(())
+            ticket = self.catalog.queue()
         # First what made it garbage: a crash in between would find the old name, acknowledged long ago, without bytes.
         try:
             self.catalog.commit(ticket)

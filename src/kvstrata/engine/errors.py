@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "Absent",
     "Corrupt",
     "EngineError",
     "Full",
@@ -51,6 +52,12 @@ class StaleVersion(Refused):
     """The tenant's data version has passed the one of this entry."""
 
     status = 409
+
+
+class Absent(EngineError):
+    """The key is not there, and the value was only for one that is."""
+
+    status = 404
 
 
 class Corrupt(EngineError):

@@ -36,10 +36,10 @@ class Blocks:
 
     def head(self, request: Request, segment: bytes) -> None:
         """How many there are. Does not count as a hit or a miss; memory only."""
-        tenant, key = request.grant.tenant, request.key(segment)
-        size, digest = self._engine.size(tenant, key), self._engine.digest(tenant, key)
-        if size is None or digest is None:
+        about = self._engine.about(request.grant.tenant, request.key(segment))
+        if about is None:
             raise _missing()
+        size, digest = about
         request.answer_head(size, _tag_lines(_tag(digest)))
 
     def put(self, request: Request, segment: bytes) -> None:
@@ -54,9 +54,9 @@ class Blocks:
         if version is not None and version < (current := self._engine.version(tenant)):
             raise Problem(409, "StaleVersion", f"data version {version}; the current one is {current}")
         connection, head = request.connection, request.head
-        if self._engine.present(tenant, key):
+        if (there := self._engine.present(tenant, key)) is not None:
             self._bodies.skipped(connection, head, self._max_value)
-            new, digest = False, self._engine.digest(tenant, key)
+            new, digest = False, there
         elif head.chunked or size <= PIECE:
             with self._bodies.received(connection, head, self._max_value) as body:
                 if not body:
@@ -64,7 +64,7 @@ class Blocks:
                 new, digest = self._engine.put(tenant, key, body, version=version)
         else:
             new, digest = self._put_large(request, key, size, version)
-        request.answer(201 if new else 200, headers=_tag_lines(_tag(digest)) if digest else b"")
+        request.answer(201 if new else 200, headers=_tag_lines(_tag(digest)))
 
     def _put_large(self, request: Request, key: bytes, size: int, version: int | None) -> tuple[bool, str]:
         """Hash and write while the rest is still coming."""

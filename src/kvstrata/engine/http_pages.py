@@ -11,14 +11,20 @@ from kvstrata.engine.http_request import Request
 from kvstrata.engine.metrics import EngineMetrics
 from kvstrata.engine.openapi import description
 
-__all__ = ["OPEN_PAGES", "pages"]
+__all__ = ["METRICS", "OPEN_PAGES", "pages"]
 
 OPEN_PAGES = frozenset((b"/healthz", b"/readyz"))
 """Answered without a token."""
 
 
-def pages(metrics: EngineMetrics, unready: Callable[[], str]) -> Mapping[str, Callable[..., None]]:
-    """Path to handler. `unready` says why the engine cannot serve, "" if it can."""
+METRICS = b"/metrics"
+"""All that a token of scope `metrics` may ask for."""
+
+
+def pages(
+    metrics: EngineMetrics, unready: Callable[[], str], tenants: Callable[[], int]
+) -> Mapping[str, Callable[..., None]]:
+    """Path to handler. `unready` says why the engine cannot serve, "" if it can; `tenants`: how many there are."""
     api = json_bytes(description())
 
     def healthz(request: Request) -> None:
@@ -31,6 +37,9 @@ def pages(metrics: EngineMetrics, unready: Callable[[], str]) -> Mapping[str, Ca
         request.json({"status": "ready"})
 
     def metrics_page(request: Request) -> None:
+        # The figures of the whole engine: where there is one tenant, they are its own.
+        if not request.grant.metrics and tenants() > 1:
+            raise Problem(403, "NotYourFigures", "these are all tenants' figures: for tokens of scope metrics or admin")
         request.answer(200, metrics.page(), CONTENT_TYPE_LATEST.encode())
 
     def openapi(request: Request) -> None:

@@ -10,7 +10,7 @@ from kvstrata.engine.auth import Grant, Tokens
 from kvstrata.engine.connection import Connection, Cut, NotYet
 from kvstrata.engine.errors import Corrupt, EngineError
 from kvstrata.engine.http_head import MAX_HEAD, Head, parse
-from kvstrata.engine.http_pages import OPEN_PAGES
+from kvstrata.engine.http_pages import METRICS, OPEN_PAGES
 from kvstrata.engine.http_reply import JSON, Problem, head_bytes
 from kvstrata.engine.http_request import Request
 from kvstrata.engine.http_routes import Routes
@@ -127,6 +127,8 @@ class Http:
             target = _path(head.target)
             if target not in OPEN_PAGES:
                 request.grant = self._grant(connection, head)
+                if not request.grant.read and target != METRICS:
+                    raise Problem(403, "MetricsOnly", "this token is for /metrics alone")
             op, handler, segments = self._routes.find(head.method, target)
             handler(request, *segments)
             keep = self._finish(request)

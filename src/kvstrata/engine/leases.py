@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Callable
 from itertools import count
 
 from kvstrata.engine.books import Content
 from kvstrata.engine.core import Core
+from kvstrata.engine.shares import Shares
 
 __all__ = ["Leases"]
 
 
 class Leases:
-    """Called under the engine's lock. Leased contents are not evicted; beyond their share of the capacity nothing more
-    is promised.
+    """Called under the engine's lock. Leased contents are not evicted; beyond its part of their share of the capacity
+    a tenant is promised nothing more.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, tenants: Callable[[], int]) -> None:
         self._core = core
-        self._limit = int(core.settings.capacity * core.settings.lease_share)
-        self._bytes = 0
+        self._shares = Shares(int(core.settings.capacity * core.settings.lease_share), tenants)
         self._ends: list[tuple[float, int, Content]] = []
         self._numbers = count()
         self.refused = 0
@@ -35,7 +36,7 @@ class Leases:
             content.lease = max(content.lease, until)
             # Pinned, but on a disk that does not answer now?
             return content.pinned and self._core.tiers.serves(content)
-        if self._bytes + content.size > self._limit:
+        if not self._shares.fits(content.tenant, content.size):
             self.refused += 1
             return False
         content.lease = until
@@ -43,7 +44,7 @@ class Leases:
         if not content.pinned:
             content.lease = 0.0
             return False
-        self._bytes += content.size
+        self._shares.take(content.tenant, content.size)
         heapq.heappush(self._ends, (until, next(self._numbers), content))
         return True
 
@@ -55,5 +56,5 @@ class Leases:
                 heapq.heappush(self._ends, (content.lease, number, content))
                 continue
             content.lease = 0.0
-            self._bytes -= content.size
+            self._shares.take(content.tenant, -content.size)
             self._core.settle(content)

@@ -33,7 +33,7 @@ class Receiving:
         core: Core,
         tenant: str,
         size: int,
-        name_it: Callable[[BlockKey, bool, float | None], Put],
+        name_it: Callable[[BlockKey, bool, bool, float | None], Put],
         *,
         replace: bool,
         ttl_s: float | None,
@@ -56,9 +56,9 @@ class Receiving:
         except OSError as error:
             raise Full(f"the value cannot be stored: {error}", retry=True) from error
 
-    def done(self, *, replace: bool | None = None, ttl_s: float | None = None) -> Put:
+    def done(self, *, replace: bool | None = None, over: bool = False, ttl_s: float | None = None) -> Put:
         """All bytes are in: acknowledged when this returns. `replace`, `ttl_s`: where they were not known before the
-        bytes; None: as given to `receive`. Full; ValueError if bytes are missing.
+        bytes; None: as given to `receive`. `over`: as in put. Full, Absent; ValueError if bytes are missing.
         """
         key = block_key(self._tenant, self._hash.digest())
         self._core.tiers.publish(self._incoming, key, self._size)
@@ -66,6 +66,7 @@ class Receiving:
             return self._name_it(
                 key,
                 self._replace if replace is None else replace,
+                over,
                 self._ttl_s if ttl_s is None else ttl_s,
             )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from kvstrata.engine.content import LONGEST_KEY
+from kvstrata.engine.errors import Absent
 from kvstrata.engine.resp_parse import SMALL, Command
 from kvstrata.engine.resp_reply import OK, Error, Reply, Simple
 from kvstrata.engine.resp_session import Session
 from kvstrata.engine.resp_value import Incoming
+from kvstrata.engine.writing import LONGEST_KEY
 
 __all__ = ["NoReply", "integer", "wrong_syntax"]
 
@@ -66,14 +67,15 @@ def set_(session: Session, command: Command) -> Reply:
     ttl_s, only = _set_options([bytes(word).upper() for word in options if isinstance(word, bytes)])
     tenant = session.writer(key).tenant
     engine = session.shared.engine
-    if only == b"XX" and not engine.exists(tenant, [key])[0]:
+    replace, over = only != b"NX", only == b"XX"
+    try:
+        if isinstance(value, Incoming):
+            put = value.store(replace=replace, over=over, ttl_s=ttl_s)
+        else:
+            assert isinstance(value, bytes)
+            put = engine.put(tenant, key, memoryview(value), replace=replace, over=over, ttl_s=ttl_s)
+    except Absent:
         return None
-    replace = only != b"NX"
-    if isinstance(value, Incoming):
-        put = value.store(replace=replace, ttl_s=ttl_s)
-    else:
-        assert isinstance(value, bytes)
-        put = engine.put(tenant, key, memoryview(value), replace=replace, ttl_s=ttl_s)
     return None if only == b"NX" and not put.new else OK
 
 

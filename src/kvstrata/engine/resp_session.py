@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
+import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,17 +14,17 @@ from kvstrata.engine.buffers import Budget, Busy, TooBig
 from kvstrata.engine.connection import Connection
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Corrupt, EngineError, Full, TooLarge
+from kvstrata.engine.resp_cursors import Cursors
 from kvstrata.engine.resp_lmcache import Unfit
 from kvstrata.engine.resp_parse import Command, Limits, Wire
 from kvstrata.engine.resp_reply import Error, Reply, bulk_head, encode
 from kvstrata.engine.resp_value import Incoming
 from kvstrata.engine.settings import EngineSettings
 
-__all__ = ["Cursors", "Session", "Shared", "failure"]
+__all__ = ["Session", "Shared", "failure"]
 
 #: Replies are collected up to here; a peer that sends on without reading stops us at the socket, not in memory.
 _OUT = 64 << 10
-_CURSORS = 4096
 #: The slowest peer that is waited for: bytes a second, on top of the time that every value has.
 _SLOWEST = 1 << 20
 
@@ -34,36 +32,6 @@ _SLOWEST = 1 << 20
 def failure(error: EngineError) -> Error:
     """What the peer is told."""
     return Error(f"{'OOM' if isinstance(error, Full | TooLarge) else 'ERR'} {error}")
-
-
-class Cursors:
-    """SCAN's cursors are keys for the engine and must be numbers on the wire. Forgets the oldest ones."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = itertools.count(1)
-        self._known: OrderedDict[int, tuple[str, bytes]] = OrderedDict()
-
-    def number(self, tenant: str, after: bytes) -> int:
-        """0 for the end."""
-        if not after:
-            return 0
-        with self._lock:
-            number = next(self._next)
-            self._known[number] = (tenant, after)
-            if len(self._known) > _CURSORS:
-                self._known.popitem(last=False)
-        return number
-
-    def after(self, tenant: str, number: int) -> bytes:
-        """Raises Error for one that is not known (any more)."""
-        if number == 0:
-            return b""
-        with self._lock:
-            owner, after = self._known.get(number, ("", b""))
-        if not after or owner != tenant:
-            raise Error("ERR invalid cursor: begin again with 0")
-        return after
 
 
 @dataclass
@@ -74,9 +42,11 @@ class Shared:
     tokens: Tokens
     budget: Budget
     settings: EngineSettings
-    cursors: Cursors = field(default_factory=Cursors)
-    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    cursors: Cursors = field(init=False)
     started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.cursors = Cursors(lambda: self.tokens.tenants)
 
 
 class Session:
@@ -84,7 +54,7 @@ class Session:
 
     def __init__(self, shared: Shared, conn: Connection) -> None:
         self.shared, self.conn = shared, conn
-        self.id = next(shared.ids)
+        self.id = secrets.randbits(48)
         self.name, self.protocol, self.closing, self.literal = b"", 2, False, False
         self.wire = Wire(self)
         self._token = b""
@@ -123,6 +93,8 @@ class Session:
         grant = self.grant
         if grant is None:
             raise Error("NOAUTH Authentication required.")
+        if not grant.read:
+            raise Error("NOPERM this token is for /metrics alone")
         if not all(key.startswith(grant.prefix) for key in keys):
             raise Error(f"NOPERM this token's keys begin with {grant.prefix!r}")
         return grant

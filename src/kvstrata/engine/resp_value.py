@@ -47,10 +47,10 @@ class Incoming:
                     except EngineError as error:
                         self._failed = error
 
-    def store(self, *, replace: bool, ttl_s: float | None) -> Put:
+    def store(self, *, replace: bool, over: bool, ttl_s: float | None) -> Put:
         """It is the key's value when this returns. As Engine.put."""
         if self._failed is not None:
             raise self._failed
         if self._receiving is None:
-            return self._engine.put(self._tenant, self._key, self._view, replace=replace, ttl_s=ttl_s)
-        return self._receiving.done(replace=replace, ttl_s=ttl_s)
+            return self._engine.put(self._tenant, self._key, self._view, replace=replace, over=over, ttl_s=ttl_s)
+        return self._receiving.done(replace=replace, over=over, ttl_s=ttl_s)

@@ -11,6 +11,9 @@ from kvstrata.store.errors import StoreError
 
 __all__ = ["EngineSettings"]
 
+# The least that a block store, and a catalog, can do with.
+_LEAST, _CATALOG = 8 << 20, 2 << 20
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -21,6 +24,8 @@ class EngineSettings:
 
     root: Path
     capacity: int
+    catalog: int = 0
+    """Of the capacity, for names: the catalog and its log; 0: a 32nd, 2 MiB at least, 1 GiB at most."""
     hot: int = 0
     """RAM for blocks that are asked often; 0: none."""
     cold_root: Path | None = None
@@ -71,7 +76,10 @@ class EngineSettings:
             if not good:
                 raise StoreError(f"KV_ENGINE_{knob}={value}", needed, f"correct KV_ENGINE_{knob}")
 
-        need(self.capacity >= 8 << 20, "CAPACITY_BYTES", self.capacity, f"at least {8 << 20} bytes")
+        need(self.capacity >= _LEAST + _CATALOG, "CAPACITY_BYTES", self.capacity, f"at least {_LEAST + _CATALOG} bytes")
+        most = self.capacity - _LEAST
+        needed = f"0 (choose), or {_CATALOG} to {most} bytes of KV_ENGINE_CAPACITY_BYTES"
+        need(self.catalog == 0 or _CATALOG <= self.catalog <= most, "CATALOG_BYTES", self.catalog, needed)
         need(self.hot >= 0, "HOT_BYTES", self.hot, "0 (none) or more bytes")
         cold = self.cold_root is not None
         need(not cold or self.cold_capacity >= 8 << 20, "COLD_CAPACITY_BYTES", self.cold_capacity, "at least 8388608")
@@ -101,6 +109,16 @@ class EngineSettings:
         ):
             need(math.isfinite(seconds) and seconds > 0, knob, seconds, "a number of seconds above 0")
 
+    @property
+    def names(self) -> int:
+        """Bytes of the capacity that the catalog and its log may take."""
+        return self.catalog or min(max(self.capacity // 32, _CATALOG), 1 << 30)
+
+    @property
+    def blocks(self) -> int:
+        """Bytes of the capacity that are left for blocks."""
+        return self.capacity - self.names
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> EngineSettings:
         """Read the KV_ENGINE_* variables (and KV_CACHE_ALLOW_FS); StoreError names the one that is wrong or missing."""
@@ -108,6 +126,7 @@ class EngineSettings:
         return cls(
             root=read.path("ROOT", needed=True) or Path(),
             capacity=read.whole("CAPACITY_BYTES", 0),
+            catalog=read.whole("CATALOG_BYTES", cls.catalog),
             hot=read.whole("HOT_BYTES", cls.hot),
             cold_root=read.path("COLD_ROOT"),
             cold_capacity=read.whole("COLD_CAPACITY_BYTES", cls.cold_capacity),

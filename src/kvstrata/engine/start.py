@@ -8,8 +8,9 @@ from itertools import islice
 
 from kvstrata.engine.books import NAMESPACE, Ref, Tier, block_key
 from kvstrata.engine.branches import Branches
-from kvstrata.engine.catalog import Statement
-from kvstrata.engine.core import FORGET, Core
+from kvstrata.engine.catalog import WRITTEN, Statement, drop_ref
+from kvstrata.engine.core import Core
+from kvstrata.engine.names import Names
 
 __all__ = ["load"]
 
@@ -18,7 +19,7 @@ _STEP = 5000
 log = logging.getLogger(__name__)
 
 
-def load(core: Core, branches: Branches) -> None:
+def load(core: Core, branches: Branches, names: Names) -> None:
     """Fill the books. References whose bytes are gone go; blocks that nothing means (a put that a crash cut off) go."""
     began = time.monotonic()
     with core.lock:
@@ -26,6 +27,8 @@ def load(core: Core, branches: Branches) -> None:
         lost = _references(core)
         branches.load()
         orphans = _orphans(core)
+        names.fit()
+        core.catalog.shrink()
     for of in core.books.tenants.values():
         of.changed.clear()
     log.info(
@@ -53,19 +56,19 @@ def _references(core: Core) -> int:
         names = [block_key(str(row[0]), row[2] if isinstance(row[2], bytes) else b"") for row in some]
         gone: list[Statement] = []
         for row, name, tier in zip(some, names, core.tiers.find(names), strict=True):
-            tenant, key, digest, size, version, expires = row
+            tenant, key, _, size, version, expires = row
             assert isinstance(tenant, str) and isinstance(key, bytes) and isinstance(size, int)
             of = core.books.of(tenant)
             stale = isinstance(version, int) and version < of.version
             over = isinstance(expires, float) and expires <= now
             if tier is None or stale or over:
                 lost += 1
-                gone.append((FORGET, (tenant, key, digest)))
+                gone.append(drop_ref(tenant, key))
                 continue
             content = core.books.content(tenant, name.chunk, size, tier)
             ends = expires if isinstance(expires, float) else 0.0
-            core.books.name(of, key, Ref(content, version if isinstance(version, int) else -1, ends, 0))
-        core.catalog.queue(gone)
+            core.books.name(of, key, Ref(content, version if isinstance(version, int) else -1, ends, WRITTEN))
+        core.catalog.forget(gone)
     return lost
 
 

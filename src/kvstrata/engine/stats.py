@@ -24,7 +24,8 @@ _COUNTED = (
 
 
 def stats(core: Core, tenant: str | None) -> dict[str, object]:
-    """Of one tenant, or of all. Under the lock. Bytes are bytes of values, but for `capacity_bytes` and `disk_bytes`.
+    """Of one tenant, or of all. Under the lock. Bytes are bytes of values, but for `capacity_bytes`, `disk_bytes`
+    and `catalog_bytes`, which are on disk.
 
     A content is counted in one tier, the fastest that has it; those of snapshots and branches alone count there too,
     and nowhere else.
@@ -37,7 +38,7 @@ def stats(core: Core, tenant: str | None) -> dict[str, object]:
         counters.update({name: of.counters[name] for name in _COUNTED})
     logical, resident = sum(of.logical for of in chosen), sum(of.resident for of in chosen)
     asked = counters["get_hits"] + counters["get_misses"]
-    capacities = {Tier.HOT: settings.hot, Tier.WARM: settings.capacity, Tier.COLD: settings.cold_capacity}
+    capacities = {Tier.HOT: settings.hot, Tier.WARM: settings.blocks, Tier.COLD: settings.cold_capacity}
     tiers: dict[str, dict[str, int]] = {}
     for tier in (Tier.HOT, Tier.WARM, Tier.COLD):
         nbytes, blocks = (sum(of.places[tier][at] for of in chosen) for at in (0, 1))
@@ -57,5 +58,6 @@ def stats(core: Core, tenant: str | None) -> dict[str, object]:
         "hit_rate": counters["get_hits"] / asked if asked else 0.0,
         **{name: counters[name] for name in _COUNTED},
         "capacity_bytes": core.tiers.capacity,
+        **({"catalog_bytes": core.catalog.file.disk_bytes()} if tenant is None else {}),
         "tiers": tiers,
     }

@@ -59,7 +59,7 @@ class Tiers:
         self._settings = settings
         self._watcher = watcher
         self.stores: dict[Tier, BlockStore] = {}
-        self.stores[Tier.WARM] = self._open(Tier.WARM, settings.root / "blocks", settings.capacity)
+        self.stores[Tier.WARM] = self._open(Tier.WARM, settings.root / "blocks", settings.blocks)
         if settings.cold_root is not None:
             try:
                 self.stores[Tier.COLD] = self._open(Tier.COLD, settings.cold_root, settings.cold_capacity)
@@ -128,7 +128,7 @@ class Tiers:
     def _refuse(self, reason: str, size: int) -> NoReturn:
         if reason == "too_large":
             raise TooLarge(
-                f"found: a value of {size} bytes; needed: at most about {int(self._settings.capacity * 0.8)}"
+                f"found: a value of {size} bytes; needed: at most about {int(self._settings.blocks * 0.8)}"
                 " (KV_ENGINE_CAPACITY_BYTES)"
             )
         raise Full(f"the value cannot be stored: {reason}", retry=reason in _PASSES)

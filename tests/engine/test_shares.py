@@ -1,0 +1,143 @@
+"""What tenants share is divided between them: none takes another's part, and no number tells of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvstrata.engine.auth import Tokens
+from kvstrata.engine.content import Engine
+from kvstrata.engine.errors import Full
+from tests.engine.engines import MIB, data, get, settings
+from tests.engine.resp_parts import OTHER, READER, TOKEN, Client, server
+
+Opener = Callable[..., Engine]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opener]:
+    """Open the engine below tmp_path for two tenants, closing one that is open."""
+    engines: list[Engine] = []
+
+    def open_it(**more: object) -> Engine:
+        for engine in engines:
+            engine.close()
+        engines.append(Engine.open(settings(tmp_path / "engine", 32 * MIB, **more), lambda: 2))
+        return engines[-1]
+
+    yield open_it
+    for engine in engines:
+        engine.close()
+
+
+def fill(engine: Engine, tenant: str, count: int = 6) -> list[bytes]:
+    """So many values of a MiB; their keys."""
+    keys = [b"%d" % number for number in range(count)]
+    for number, key in enumerate(keys):
+        engine.put(tenant, key, memoryview(data(number, MIB)))
+    return keys
+
+
+def test_promises_to_one_tenant_leave_those_to_another(opened: Opener) -> None:
+    engine = opened(lease_share=0.25)
+    keys = fill(engine, "a"), fill(engine, "b")
+    assert engine.exists("a", keys[0], lease_s=60) == [True] * 4 + [False] * 2
+    assert engine.exists("b", keys[1], lease_s=60) == [True] * 4 + [False] * 2
+
+
+def test_snapshots_of_one_tenant_leave_room_for_those_of_another(opened: Opener) -> None:
+    engine = opened(fork_share=0.25)
+    for _ in range(2):
+        for tenant in ("a", "b"):
+            keys = fill(engine, tenant)
+            with pytest.raises(Full):
+                engine.snapshot(tenant, keys)
+            engine.snapshot(tenant, keys[:4])
+        for tenant in ("a", "b"):
+            with pytest.raises(Full):
+                engine.snapshot(tenant, keys)
+        engine = opened(fork_share=0.25)
+
+
+def test_names_in_snapshots_of_one_tenant_leave_room_for_those_of_another(opened: Opener) -> None:
+    engine = opened()
+    for tenant in ("a", "b"):
+        long = [b"%04d" % number + b"." * 4000 for number in range(3)]
+        for key in long:
+            engine.put(tenant, key, memoryview(b"v"))
+    with pytest.raises(Full):
+        for _ in range(1000):
+            engine.snapshot("a", long)
+    engine.snapshot("b", long)
+
+
+def test_a_tenant_that_has_all_its_names_promised_leaves_room_for_those_of_another(opened: Opener) -> None:
+    engine = opened()
+    with pytest.raises(Full):
+        for number in range(3000):
+            key = b"%04d" % number + b"." * 4000
+            engine.put("a", key, memoryview(b"v"))
+            assert engine.exists("a", [key], lease_s=60) == [True]
+    before = engine.count("a")
+    for number in range(50):
+        engine.put("b", b"%04d" % number + b"." * 4000, memoryview(b"v"))
+    assert engine.count("b") == 50
+    # It keeps its half.
+    assert before // 2 <= engine.count("a") < before
+
+
+def test_numbers_of_snapshots_and_branches_tell_nothing_of_others(opened: Opener) -> None:
+    engine = opened()
+    keys = fill(engine, "a", 1)
+    numbers = []
+    for _ in range(10):
+        numbers.append(engine.snapshot("a", keys)[0])
+        numbers.append(engine.fork("a", numbers[-1]))
+    assert len(set(numbers)) == 20
+    assert all(abs(one - other) > 1000 for one in numbers for other in numbers if one != other)
+    # JSON numbers of many clients are doubles.
+    assert all(0 < number < 1 << 53 for number in numbers)
+    engine = opened()
+    assert engine.fork_stats("a")["branches"] == 10
+    assert engine.branch_put("a", numbers[-1], b"k", memoryview(b"v")).new
+    assert get(engine, keys[0]) == data(0, MIB)
+
+
+def test_a_tenants_cursors_are_neither_lost_nor_counted_by_anothers_scans(tmp_path: Path) -> None:
+    with (
+        server(tmp_path, tokens=True) as found,
+        Client(found.port) as mine,
+        Client(found.port) as other,
+    ):
+        for client, token in ((mine, TOKEN), (other, OTHER)):
+            client("AUTH", token)
+            for number in range(4):
+                client("SET", f"k{number}", "v")
+        cursor, first = mine("SCAN", 0, "COUNT", 2)
+        cursors = [int(other("SCAN", 0, "COUNT", 2)[0]) for _ in range(5000)]
+        steps = {after - before for before, after in pairwise(cursors)}
+        assert len(steps) > 4000
+        end, rest = mine("SCAN", int(cursor), "COUNT", 100)
+        assert sorted(first + rest) == [b"k0", b"k1", b"k2", b"k3"]
+        assert end == b"0"
+
+
+def test_connections_have_no_numbers_in_a_row(tmp_path: Path) -> None:
+    with server(tmp_path, tokens=True) as found:
+        numbers = []
+        for _ in range(5):
+            with Client(found.port) as client:
+                client("AUTH", READER)
+                numbers.append(client("CLIENT", "ID"))
+    assert all(abs(one - other) > 1000 for one in numbers for other in numbers if one != other)
+    assert len(set(numbers)) == 5
+
+
+def test_tenants_are_those_of_the_tokens_file(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("one rw a 0123456789abcdef-1\ntwo ro a 0123456789abcdef-2\nthree rw b 0123456789abcdef-3\n")
+    assert Tokens(file).tenants == 2
+    assert Tokens(None).tenants == 1
