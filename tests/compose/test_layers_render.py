@@ -155,7 +155,7 @@ def test_zmq_lives_on_an_internal_network(compose: Version, checkout: Checkout) 
 
 def test_the_disk_layer_hands_the_stores_settings_to_lmcache_alone(compose: Version, checkout: Checkout) -> None:
     knobs = {
-        "KV_STORE_CODEC": "zstd", "KV_STORE_IO": "direct", "KV_STORE_LOAD_DEADLINE": "3.5",
+        "KV_STORE_CODEC": "zstd", "KV_STORE_IO": "direct", "KV_STORE_NATIVE": "off", "KV_STORE_LOAD_DEADLINE": "3.5",
         "KV_STORE_FREE_FLOOR_GB": "0.5", "KV_CACHE_ALLOW_FS": "tmpfs",
     }  # fmt: skip
     services = compose.config(checkout(_stack("cpu"), **knobs))["services"]

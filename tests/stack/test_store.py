@@ -105,6 +105,7 @@ def test_status_and_metrics_tell_of_the_store(stack: Stack) -> None:
     assert status["is_healthy"] and status["blocks"] == len(stack.blocks())
     assert status["used_bytes"] == stack.metric("kvstrata_store_used_bytes") > 0
     assert status["capacity_bytes"] == stack.metric("kvstrata_store_capacity_bytes")
+    assert status["reader"] == "native"
     assert stack.metric("lmcache_mp_l2_usage_bytes") > 0, "LMCache's own gauge, in the same scrape"
     line = next(line for line in stack.ok("status").splitlines() if line.startswith("L2 "))
     assert f"{status['blocks']} blocks" in line

@@ -12,6 +12,7 @@ import pytest
 from kvstrata.store.store import BlockStore, Outcome, Result
 from tests.store.stores import MIB, books_are_right, data, file_of, get, key, outcomes, put, wait_for
 
+pytestmark = pytest.mark.usefixtures("reader")
 Opened = Callable[..., BlockStore]
 FILLER = 0xA5
 

@@ -18,6 +18,7 @@ from kvstrata.store.keys import BlockKey
 from tests.store.blocks import CODECS, FILLER, KEY, MODES, OTHER, block_files, drop_pages, put, read, smooth
 from tests.store.filesystems import KINDS, folder_on
 
+pytestmark = pytest.mark.usefixtures("reader")
 LENGTHS = (0, 1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.store import blockread, folders
+from kvstrata.store import blockread, folders, pagecache
 from kvstrata.store.blockfile import UNLIMITED, BlockIO, Expired
 from kvstrata.store.format import BadBlock
 from kvstrata.store.keys import BlockKey
@@ -26,6 +26,8 @@ from tests.store.blocks import (
     smooth,
 )
 from tests.store.filesystems import KINDS, folder_on
+
+pytestmark = pytest.mark.usefixtures("reader")
 
 
 @pytest.fixture
@@ -83,16 +85,22 @@ def test_a_write_that_may_not_publish_publishes_nothing(io: BlockIO, tmp_path: P
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_io_that_can_block_is_done_while_the_buffer_is_held(
-    codec: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    codec: str, kind: str, reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease, real = EndingLease(1000), os.preadv
+    lease, real, native = EndingLease(1000), os.preadv, pagecache.NativeReader.read
     seen: set[tuple[bool, bool]] = set()
 
     def watched(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         seen.add((lease.held, flags == os.RWF_NOWAIT))
         return real(fd, buffers, offset, flags)
 
+    # That the compiled piece asks with RWF_NOWAIT as well is what test_pagecache.py shows.
+    def watched_native(self: pagecache.NativeReader, fd: int, *more: object) -> tuple[int, list[int]]:
+        seen.add((lease.held, True))
+        return native(self, fd, *more)  # type: ignore[arg-type]
+
     monkeypatch.setattr(blockread.os, "preadv", watched)
+    monkeypatch.setattr(pagecache.NativeReader, "read", watched_native)
     with folder_on(kind, tmp_path) as root:
         io = BlockIO(root, codec=codec)
         data = smooth(2 << 20)

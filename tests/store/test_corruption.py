@@ -18,6 +18,7 @@ from kvstrata.store.format import HEADER_BYTES, BadBlock
 from kvstrata.store.keys import BlockKey
 from tests.store.blocks import CODECS, KEY, OTHER, drop_pages, forge, outcome, patch, put, smooth
 
+pytestmark = pytest.mark.usefixtures("reader")
 SUB = 64 << 10
 DATA = smooth(4 * SUB - 77)
 TABLE = 1096

@@ -18,6 +18,7 @@ from kvstrata.store.keys import BlockKey
 from kvstrata.store.store import BlockStore, Outcome, Result
 from tests.store.stores import MIB, books_are_right, data, file_of, get, key, outcomes, put, wait_for
 
+pytestmark = pytest.mark.usefixtures("reader")
 Opened = Callable[..., BlockStore]
 
 

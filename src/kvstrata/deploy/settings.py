@@ -23,6 +23,7 @@ DEVICES = ("cpu", "nvidia", "gb10")
 DURABILITIES = ("process", "fsync")
 CODECS = ("raw", "lz4", "zstd")
 IO_MODES = ("buffered", "direct")
+NATIVE_CHOICES = ("auto", "on", "off")
 IMAGE_SOURCES = ("build", "pull")
 TRANSFER_MODES = ("auto", "engine_driven", "lmcache_driven", "pickle")
 
@@ -55,6 +56,7 @@ class Settings:
     lmcache_mem_gb: float | None
     store_codec: str
     store_io: str
+    store_native: str
     store_load_deadline: float
     store_free_floor_gb: float | None
     store_classes: Path
@@ -193,6 +195,7 @@ def _build(root: Path, r: Reader, managed: Mapping[str, str]) -> Settings:
         lmcache_mem_gb=r.size("KV_LMCACHE_MEM_GB"),
         store_codec=r.choice("KV_STORE_CODEC", CODECS, blank=False),
         store_io=r.choice("KV_STORE_IO", IO_MODES, blank=False),
+        store_native=r.choice("KV_STORE_NATIVE", NATIVE_CHOICES, blank=False),
         store_load_deadline=r.number("KV_STORE_LOAD_DEADLINE", 0.1, 120, "a number of seconds from 0.1 to 120"),
         store_free_floor_gb=r.number("KV_STORE_FREE_FLOOR_GB", 0, 1 << 20, "a number of GiB, 0 or more, or blank")
         if r.text("KV_STORE_FREE_FLOOR_GB")

@@ -272,6 +272,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             "locks": len(self._pins),
             "codec": self._settings.codec,
             "io": self._settings.io,
+            "reader": self._store.reader,
             **self._metrics.totals(),
         }
 

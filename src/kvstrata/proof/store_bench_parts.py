@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
-from kvstrata.store import blockread, blockwrite, checksum, format
+from kvstrata.store import blockread, blockwrite, checksum, format, pagecache
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.settings import StoreSettings
 from kvstrata.store.store import BlockStore
@@ -192,10 +192,12 @@ def _no_check(*_: object) -> int:
 
 @contextmanager
 def checks(on: bool) -> Iterator[None]:
-    """Without checks every checksum is 0, on both ways: the very same code less that work."""
+    """Without checks every checksum is 0, on both ways: the very same code less that work, and all of it in Python."""
     with ExitStack() as patches:
-        for module in () if on else (checksum, format, blockread, blockwrite):
+        for module in () if on else (checksum, format, blockread, blockwrite, pagecache):
             patches.enter_context(mock.patch.object(module, "crc32", _no_check))
+        if not on:
+            patches.enter_context(mock.patch.object(pagecache.NativeReader, "read", pagecache.PythonReader.read))
         yield
 
 

@@ -16,6 +16,7 @@ from kvstrata.store.folders import link_unnamed, make_folders
 from kvstrata.store.format import SUB_LIMIT, SUB_SMALLEST, BadBlock, Header, fitting_sub_bytes
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.lease import UNLIMITED, Expired, Lease
+from kvstrata.store.pagecache import cached_reader
 from kvstrata.store.scratch import Scratch
 
 __all__ = ["UNLIMITED", "BlockIO", "Expired", "Lease", "OpenBlock", "Written"]
@@ -40,7 +41,8 @@ class BlockIO:
     """Reads and writes the blocks of one root; thread-safe, and without state but per-thread scratch memory.
 
     `codec`: of what is written (CodecError where it cannot be had); every codec is read. `direct`: O_DIRECT, for a file
-    system that takes it. `sub_bytes`: a power of two from 4 KiB to 64 MiB. `clock`: gives new blocks their mtime in ns.
+    system that takes it. `native`: as for cached_reader (StoreError). `sub_bytes`: a power of two from 4 KiB to 64 MiB.
+    `clock`: gives new blocks their mtime in ns.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class BlockIO:
         *,
         codec: str = "raw",
         direct: bool = False,
+        native: str = "auto",
         sub_bytes: int = 1 << 20,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -57,6 +60,7 @@ class BlockIO:
         self._root = os.path.realpath(root)
         self._codec = find_codec(codec)
         self._direct = direct
+        self._cached = cached_reader(native)
         self._sub_bytes = sub_bytes
         self._clock = clock
         self._scratch = Scratch()
@@ -122,13 +126,18 @@ class BlockIO:
         return Written(existed, status.st_blocks * 512, status.st_size - len(header), mtime_ns)
 
     @property
+    def reader(self) -> str:
+        """How what is in the page cache is read and checked: native or python."""
+        return self._cached.name
+
+    @property
     def sub_bytes(self) -> int:
         """Raw bytes with one checksum, where the block is not too large for that."""
         return self._sub_bytes
 
     def open(self, key: BlockKey) -> OpenBlock:
         """The block of `key`, its header checked. Raises FileNotFoundError, BadBlock, OSError."""
-        return open_block(f"{self._root}/{key.path}", key, self._scratch, self._direct)
+        return open_block(f"{self._root}/{key.path}", key, self._scratch, self._direct, self._cached)
 
     def check(self, path: Path, key: BlockKey | None = None) -> Header:
         """Check a whole file below the root, and that it lies where its key belongs; `path`: absolute or relative to
@@ -137,7 +146,7 @@ class BlockIO:
         Raises FileNotFoundError, BadBlock, OSError, CodecError.
         """
         place = os.path.relpath(os.path.join(self._root, path), self._root)  # noqa: PTH118
-        with open_block(f"{self._root}/{place}", key, self._scratch, self._direct) as block:
+        with open_block(f"{self._root}/{place}", key, self._scratch, self._direct, self._cached) as block:
             header = block.header
             if header.key is not None and header.key.path != place:
                 raise BadBlock("key", f"the block that belongs at {header.key.path}")

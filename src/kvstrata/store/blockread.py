@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
 from types import TracebackType
 
 from kvstrata.store.checksum import crc32
@@ -13,6 +12,7 @@ from kvstrata.store.codecs import codec
 from kvstrata.store.format import HEADER_BYTES, BadBlock, Header, parse_header
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.lease import Lease
+from kvstrata.store.pagecache import CachedReader
 from kvstrata.store.scratch import PAGE, Scratch, copy
 
 __all__ = ["OpenBlock", "open_block"]
@@ -21,19 +21,19 @@ __all__ = ["OpenBlock", "open_block"]
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Bytes a system call, about. A call more is another turn for the interpreter's lock: 3 MiB in one are 20 % faster.
 _RUN = 4 << 20
-_NO_NOWAIT = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 class OpenBlock:
     """A block whose header was found good. Several threads may read different sub-blocks at once."""
 
-    __slots__ = ("_direct", "_fd", "_scratch", "header")
+    __slots__ = ("_cached", "_direct", "_fd", "_scratch", "header")
 
-    def __init__(self, fd: int, header: Header, scratch: Scratch, direct: bool) -> None:
+    def __init__(self, fd: int, header: Header, scratch: Scratch, direct: bool, cached: CachedReader) -> None:
         self._fd = fd
         self.header = header
         self._scratch = scratch
         self._direct = direct
+        self._cached = cached
 
     def fileno(self) -> int:
         """The descriptor; -1 after close."""
@@ -108,10 +108,9 @@ class OpenBlock:
         sums: list[int] = []
         # One byte first: where it is not cached, this asks the device to read ahead, and a device that hangs may hold
         # whoever asks, RWF_NOWAIT or not. Nobody should hang while holding the caller's buffer.
-        if not self._direct and self._read_cached(self._scratch.take(1), start):
+        if not self._direct and self._cached.read(self._fd, self._scratch.take(1), start, 1)[0]:
             with lease.touching():
-                done = self._read_cached(piece, start)
-                sums = _sums(piece[:done], lengths)
+                done, sums = self._cached.read(self._fd, piece, start, self.header.sub_bytes)
         begin = 0
         for sub, length in enumerate(lengths):
             end = begin + length
@@ -137,17 +136,6 @@ class OpenBlock:
         if crc != self.header.crcs[sub]:
             raise BadBlock("payload_crc", f"the checksum of sub-block {sub} does not fit")
 
-    def _read_cached(self, buffer: memoryview, start: int) -> int:
-        """How many bytes the page cache gave at once; 0 also where the file system cannot say."""
-        try:
-            return os.preadv(self._fd, [buffer], start, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            if error.errno in _NO_NOWAIT:
-                return 0
-            raise
-
     def _fetch(self, start: int, size: int) -> memoryview:
         """Those bytes of the file in this thread's scratch. May block for as long as the device likes."""
         begin = start - start % PAGE if self._direct else start
@@ -162,18 +150,7 @@ class OpenBlock:
         return view[skip : skip + size]
 
 
-def _sums(data: memoryview, lengths: Sequence[int]) -> list[int]:
-    """Checksums of the sub-blocks that `data` begins with; the last one may be cut short."""
-    sums, begin = [], 0
-    for length in lengths:
-        if begin >= len(data):
-            break
-        sums.append(crc32(data[begin : begin + length]))
-        begin += length
-    return sums
-
-
-def open_block(path: str, key: BlockKey | None, scratch: Scratch, direct: bool) -> OpenBlock:
+def open_block(path: str, key: BlockKey | None, scratch: Scratch, direct: bool, cached: CachedReader) -> OpenBlock:
     """Open and check the header. Raises FileNotFoundError, BadBlock, OSError."""
     try:
         fd = os.open(path, _FLAGS | (os.O_DIRECT if direct else 0))
@@ -192,4 +169,4 @@ def open_block(path: str, key: BlockKey | None, scratch: Scratch, direct: bool) 
     except BaseException:
         os.close(fd)
         raise
-    return OpenBlock(fd, header, scratch, direct)
+    return OpenBlock(fd, header, scratch, direct, cached)

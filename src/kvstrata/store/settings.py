@@ -17,6 +17,7 @@ __all__ = ["CLASSES", "ClassRule", "StoreSettings", "class_rules"]
 CLASSES = ("bulk", "normal", "keep", "pin")
 """Retention classes in the order in which they are evicted; `pin` never is."""
 
+NATIVE_CHOICES = ("auto", "on", "off")
 MIN_CAPACITY = 8 << 20
 DEFAULT_FLOOR = 1 << 30
 
@@ -44,7 +45,8 @@ class ClassRule:
 class StoreSettings:
     """Everything that BlockStore.open needs. Bytes are bytes on disk (allocated), seconds are seconds.
 
-    `free_floor` None: the smaller of 1 GiB and 5 % of the device. `workers` 0: the smaller of 8 and the CPUs.
+    `free_floor` None: the smaller of 1 GiB and 5 % of the device. `workers` 0: the smaller of 8 and the CPUs. `native`:
+    as for cached_reader.
     """
 
     root: Path
@@ -54,6 +56,7 @@ class StoreSettings:
     free_floor: int | None = None
     codec: str = "raw"
     io: str = "buffered"
+    native: str = "auto"
     workers: int = 0
     load_deadline_s: float = 10.0
     store_deadline_s: float = 60.0
@@ -81,6 +84,7 @@ class StoreSettings:
             "0 < target <= watermark <= 1",
         )
         need(self.io in ("buffered", "direct"), "KV_STORE_IO", self.io, "buffered or direct")
+        need(self.native in NATIVE_CHOICES, "KV_STORE_NATIVE", self.native, ", ".join(NATIVE_CHOICES))
         need(0 <= self.workers <= 64, "KV_STORE_WORKERS", self.workers, "0 (choose) to 64")
         need(self.free_floor is None or self.free_floor >= 0, "KV_STORE_FREE_FLOOR_GB", self.free_floor, "0 or more")
         for knob, value in (
@@ -116,6 +120,7 @@ class StoreSettings:
             free_floor=int(_number(env, "KV_STORE_FREE_FLOOR_GB", 0) * (1 << 30)) if floor else None,
             codec=env.get("KV_STORE_CODEC") or "raw",
             io=env.get("KV_STORE_IO") or "buffered",
+            native=env.get("KV_STORE_NATIVE") or "auto",
             workers=int(_number(env, "KV_STORE_WORKERS", 0)),
             load_deadline_s=_number(env, "KV_STORE_LOAD_DEADLINE", cls.load_deadline_s),
             store_deadline_s=_number(env, "KV_STORE_STORE_DEADLINE", cls.store_deadline_s),

@@ -61,10 +61,12 @@ class BlockStore:
         self._clock = UseClock(clock)
         try:
             io = BlockIO(
-                root.path, codec=settings.codec, direct=root.direct, sub_bytes=settings.sub_bytes, clock=self._clock
-            )
+                root.path, codec=settings.codec, direct=root.direct, native=settings.native,
+                sub_bytes=settings.sub_bytes, clock=self._clock,
+            )  # fmt: skip
         except CodecError as error:
             raise StoreError(error.found, error.needed, error.fix) from error
+        self._reader = io.reader
         self._names = Entries(settings.class_number)
         self._index = Index(self._names)
         device = Device(root.path, settings.free_floor)
@@ -136,6 +138,11 @@ class BlockStore:
     def begin_evicting(self) -> None:
         """Make room from now on; once."""
         self._capacity.start()
+
+    @property
+    def reader(self) -> str:
+        """How blocks in the page cache are read and checked: native or python."""
+        return self._reader
 
     # -- memory only
 

@@ -1,0 +1,109 @@
+"""What the page cache has of a block, with its checksums: by pagecache.c where that was compiled, else in Python.
+
+The images compile it. Measured on 3 and 36 MiB blocks: docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from zlib_ng import zlib_ng
+
+from kvstrata.store.checksum import crc32
+from kvstrata.store.errors import StoreError
+from kvstrata.store.scratch import address
+
+__all__ = ["LIBRARY", "CachedReader", "NativeReader", "PythonReader", "cached_reader"]
+
+# Not beside this file: a checkout's source that is mounted into an image uses the image's.
+LIBRARY = Path(sys.prefix, "lib", "kvstrata-pagecache.so")
+"""pagecache.c, compiled."""
+_NO_NOWAIT = {errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_SAMPLE = b"123456789"
+
+log = logging.getLogger(__name__)
+
+
+class CachedReader(Protocol):
+    """Thread-safe; no interpreter's lock while it copies and checks."""
+
+    @property
+    def name(self) -> str:
+        """native or python."""
+
+    def read(self, fd: int, target: memoryview, start: int, step: int) -> tuple[int, list[int]]:
+        """Fill `target` (writable, not empty) from `start` on without waiting for a device.
+
+        Returns how many bytes came, 0 also where the file system cannot say, and the CRC-32 of each `step` bytes of
+        them, the last of which may be cut short. Raises OSError.
+        """
+
+
+class PythonReader:
+    """Read all, then check."""
+
+    name = "python"
+
+    def read(self, fd: int, target: memoryview, start: int, step: int) -> tuple[int, list[int]]:
+        """See CachedReader."""
+        try:
+            done = os.preadv(fd, [target], start, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno in _NO_NOWAIT:
+                return 0, []
+            raise
+        return done, [crc32(target[begin : min(begin + step, done)]) for begin in range(0, done, step)]
+
+
+class NativeReader:
+    """Check what was just read. `library`: pagecache.c, compiled. OSError, AttributeError: it cannot be used."""
+
+    name = "native"
+
+    def __init__(self, library: Path) -> None:
+        self._read = ctypes.CDLL(str(library)).kv_read_cached
+        self._read.restype = ctypes.c_int64
+        self._read.argtypes = [
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]  # fmt: skip
+        # The function behind `crc32`: not one more library, and no second opinion about what a checksum is.
+        checksum = ctypes.CDLL(zlib_ng.__file__).zng_crc32_z
+        checksum.restype = ctypes.c_uint32
+        checksum.argtypes = [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]
+        if checksum(0, _SAMPLE, len(_SAMPLE)) != crc32(_SAMPLE):
+            raise OSError(errno.ENOEXEC, "zng_crc32_z is another checksum", zlib_ng.__file__)
+        self._crc = ctypes.cast(checksum, ctypes.c_void_p)
+
+    def read(self, fd: int, target: memoryview, start: int, step: int) -> tuple[int, list[int]]:
+        """See CachedReader."""
+        sums = (ctypes.c_uint32 * -(-len(target) // step))()
+        done = self._read(fd, address(target), len(target), start, step, self._crc, sums)
+        if done < 0:
+            if -done in _NO_NOWAIT:
+                return 0, []
+            raise OSError(-done, os.strerror(-done))
+        return done, sums[: -(-done // step)]
+
+
+def cached_reader(choice: str) -> CachedReader:
+    """`off`: Python's; `on`: pagecache.c's, StoreError where it cannot be had; `auto`: Python's then."""
+    if choice == "off" or (choice == "auto" and not LIBRARY.exists()):
+        return PythonReader()
+    try:
+        return NativeReader(LIBRARY)
+    except (OSError, AttributeError) as error:
+        if choice == "auto":
+            log.warning("block store: reads are checked in Python, because %s cannot be used: %s", LIBRARY, error)
+            return PythonReader()
+        raise StoreError(
+            f"KV_STORE_NATIVE={choice}, and {error}",
+            f"{LIBRARY}, which the images hold, and the package zlib-ng from a wheel",
+            "KV_STORE_NATIVE=auto, or compile pagecache.c as its first lines say",
+        ) from error

@@ -1,0 +1,108 @@
+"""Both ways to read and check what is in the page cache say the same, and which one is taken."""
+
+import errno
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstrata.store import pagecache
+from kvstrata.store.errors import StoreError
+from kvstrata.store.pagecache import CachedReader, PythonReader, cached_reader
+from tests.store.blocks import FILLER, drop_pages
+
+SIZES = st.integers(1, 3 << 20) | st.sampled_from([1, 4096, 256 << 10, 1 << 20, 3 << 20])
+STEPS = st.integers(1000, 2 << 20) | st.sampled_from([4096, 256 << 10, 1 << 20])
+
+
+@pytest.fixture
+def way(reader: str) -> CachedReader:
+    found = cached_reader("auto")
+    assert found.name == reader
+    return found
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return os.urandom(3 << 20)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> Path:
+    made = tmp_path_factory.mktemp("cached") / "file"
+    made.write_bytes(content)
+    return made
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(size=SIZES, start=st.integers(0, 3 << 20), step=STEPS, cold=st.none() | st.integers(0, 3 << 20))
+def test_what_comes_is_a_beginning_of_what_was_asked_for_with_its_checksums(
+    way: CachedReader, file: Path, content: bytes, size: int, start: int, step: int, cold: int | None
+) -> None:
+    around = bytearray([FILLER]) * (size + 200)
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        if cold is None:
+            os.pread(fd, len(content), 0)
+        else:
+            os.posix_fadvise(fd, cold, 0, os.POSIX_FADV_DONTNEED)
+        done, sums = way.read(fd, memoryview(around)[100:-100], start, step)
+    finally:
+        os.close(fd)
+    wanted = content[start : start + size]
+    assert done <= len(wanted) and (cold is not None or done == len(wanted))
+    assert around[100 : 100 + done] == wanted[:done]
+    assert sums == [zlib.crc32(wanted[at : min(at + step, done)]) for at in range(0, done, step)]
+    assert set(around[:100] + around[-100:]) == {FILLER}
+
+
+def test_what_would_have_to_come_from_the_device_does_not_come(way: CachedReader, file: Path, content: bytes) -> None:
+    target = bytearray([FILLER]) * len(content)
+    for reader in (PythonReader(), way):
+        drop_pages(file)
+        with file.open("rb") as cold:
+            answer = reader.read(cold.fileno(), memoryview(target), 0, 1 << 20)
+        if answer[0] and reader is not way:
+            pytest.skip("this file system keeps its pages")
+    assert answer == (0, []) and set(target) == {FILLER}
+
+
+def test_what_fails_is_an_error_of_the_system_and_what_cannot_say_is_nothing(way: CachedReader, file: Path) -> None:
+    fd = os.open(file, os.O_WRONLY)
+    target = memoryview(bytearray(8192))
+    with pytest.raises(OSError) as caught:
+        way.read(fd, target, 0, 4096)
+    assert caught.value.errno == errno.EBADF
+    os.close(fd)
+    there, end = os.pipe()
+    os.close(end)
+    with pytest.raises(OSError):
+        way.read(there, target, 0, 4096)
+    os.close(there)
+    with Path("/proc/self/status").open("rb") as proc:  # knows no RWF_NOWAIT
+        assert way.read(proc.fileno(), target, 0, 4096) in [(0, [])]
+
+
+def test_the_reader_is_the_one_that_was_chosen(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
+    foreign = Path(pagecache.zlib_ng.__file__)
+    for file, auto in ((library, "native"), (tmp_path / "none", "python"), (broken, "python"), (foreign, "python")):
+        monkeypatch.setattr(pagecache, "LIBRARY", file)
+        assert cached_reader("auto").name == auto
+        assert cached_reader("off").name == "python"
+        if auto == "native":
+            assert cached_reader("on").name == "native"
+        else:
+            with pytest.raises(StoreError, match="KV_STORE_NATIVE=on"):
+                cached_reader("on")
+
+
+def test_another_checksum_behind_the_same_name_is_not_used(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pagecache, "LIBRARY", library)
+    monkeypatch.setattr(pagecache, "crc32", zlib.adler32)
+    assert cached_reader("auto").name == "python"
