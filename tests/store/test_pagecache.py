@@ -90,7 +90,7 @@ def test_what_fails_is_an_error_of_the_system_and_what_cannot_say_is_nothing(way
 def test_the_reader_is_the_one_that_was_chosen(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
-    foreign = Path(pagecache.zlib_ng.__file__)
+    foreign = Path(pagecache.checksum.LIBRARY)
     for file, auto in ((library, "native"), (tmp_path / "none", "python"), (broken, "python"), (foreign, "python")):
         monkeypatch.setattr(pagecache, "LIBRARY", file)
         assert cached_reader("auto").name == auto

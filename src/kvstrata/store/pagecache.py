@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from zlib_ng import zlib_ng
-
+from kvstrata.store import checksum
 from kvstrata.store.checksum import crc32
 from kvstrata.store.errors import StoreError
 from kvstrata.store.scratch import address
@@ -74,12 +73,12 @@ class NativeReader:
             ctypes.c_void_p,
         ]  # fmt: skip
         # The function behind `crc32`: not one more library, and no second opinion about what a checksum is.
-        checksum = ctypes.CDLL(zlib_ng.__file__).zng_crc32_z
-        checksum.restype = ctypes.c_uint32
-        checksum.argtypes = [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]
-        if checksum(0, _SAMPLE, len(_SAMPLE)) != crc32(_SAMPLE):
-            raise OSError(errno.ENOEXEC, "zng_crc32_z is another checksum", zlib_ng.__file__)
-        self._crc = ctypes.cast(checksum, ctypes.c_void_p)
+        function = ctypes.CDLL(checksum.LIBRARY).zng_crc32_z
+        function.restype = ctypes.c_uint32
+        function.argtypes = [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]
+        if function(0, _SAMPLE, len(_SAMPLE)) != crc32(_SAMPLE):
+            raise OSError(errno.ENOEXEC, "zng_crc32_z is another checksum", checksum.LIBRARY)
+        self._crc = ctypes.cast(function, ctypes.c_void_p)
 
     def read(self, fd: int, target: memoryview, start: int, step: int) -> tuple[int, list[int]]:
         """See CachedReader."""
