@@ -46,9 +46,9 @@ def machine() -> Iterator[str]:
     ca = images.ca_bundle(_NoKnobs())
     if ca is not None:
         extra = ["-v", f"{ca}:/ca.crt:ro", "-e", "PIP_CERT=/ca.crt"]
-    docker(
-        "run", "-d", "--privileged", "--init", "--name", name, "-v", "/var/lib/docker", *extra, name, "sleep", "3600"
-    )
+    # Volumes, as a machine has a disk: a container's own layers are a stacked file system, which no cache may lie on.
+    disks = ["-v", "/var/lib/docker", "-v", "/src"]
+    docker("run", "-d", "--privileged", "--init", "--name", name, *disks, *extra, name, "sleep", "3600")
     try:
         tracked = subprocess.run(
             ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -59,7 +59,6 @@ def machine() -> Iterator[str]:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         assert tar.stdin and tar.stdout
-        docker("exec", name, "mkdir", "/src")
         unpack = subprocess.Popen(["docker", "exec", "-i", name, "tar", "-C", "/src", "-xf", "-"], stdin=tar.stdout)
         tar.stdin.write(tracked)
         tar.stdin.close()
