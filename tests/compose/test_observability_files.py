@@ -84,8 +84,28 @@ def test_the_collector_is_bounded_below_its_containers_limit(compose: Version, c
     assert config["processors"]["memory_limiter"]["limit_mib"] << 20 < limit
     for pipeline in config["service"]["pipelines"].values():
         assert pipeline["processors"][0] == "memory_limiter", "first, or it limits nothing"
-    queue = config["exporters"]["otlp_grpc/traces"]
+    queue = config["exporters"]["otlp_http/traces"]
     assert queue["sending_queue"]["queue_size"] and queue["retry_on_failure"]["max_elapsed_time"]
+
+
+def test_the_collector_sends_traces_where_either_store_listens() -> None:
+    endpoint = read("collector/collector.yaml")["exporters"]["otlp_http/traces"]["endpoint"]
+    tempo, jaeger = read("traces/tempo.yaml")["distributor"], read("traces/jaeger.yaml")
+    for store in (tempo, jaeger):
+        (way,) = store["receivers"]["otlp"]["protocols"].values()
+        assert endpoint == f"http://traces:{way['endpoint'].rpartition(':')[2]}"
+
+
+def test_the_collector_that_is_built_has_what_its_configuration_names() -> None:
+    """Its components are listed twice, for the builder and in Go; the contrib image has all of them."""
+    config = read("collector/collector.yaml")
+    folder = ROOT / "images/observability/otelcol"
+    built = yaml.safe_load((folder / "builder.yaml").read_text())
+    for kind in ("receivers", "processors", "exporters", "extensions"):
+        named = {name.partition("/")[0].replace("_", "") for name in config.get(kind) or {}}
+        modules = {one["gomod"].split()[0] for one in built.get(kind) or ()}
+        assert {module.rpartition("/")[2].removesuffix(kind[:-1]) for module in modules} == named, kind
+        assert all(f'"{module}"' in (folder / "components.go").read_text() for module in modules)
 
 
 def test_datasources_have_the_uids_of_the_dashboards_and_point_at_services(

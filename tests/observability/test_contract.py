@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.stack]
 
 
 def test_after_the_scenario_every_name_is_live_and_no_panel_is_empty(watched: Watched, tmp_path: Path) -> None:
-    watched.ok("observe", "scenario")
+    print(watched.patiently("observe", "scenario"))
     found = tmp_path / "check.json"
     done = watched.cli("observe", "check", "--minutes", "45", "--changing", "--json", str(found))
     print(done.stdout)

@@ -64,6 +64,41 @@ def make_app(settings: Callable[[], Settings], root: Callable[[], Path]) -> type
         with turn.take(root(), "scenario"):
             script.run(settings(), root(), Steps())
 
+    @app.command("silence")
+    def silence(
+        minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10,
+    ) -> None:
+        """Healthy traffic; exit 1 if any alert fires meanwhile."""
+        from kvstrata.deploy import turn
+        from kvstrata.deploy.steps import Steps
+        from kvstrata.observe import silence as quiet
+
+        turn.refuse_while_taken(root())
+        with Steps().step("Silence") as step:
+            seen = quiet.run(settings(), root(), minutes, step.note)
+            step.done(f"{minutes:g} minutes, {seen.requests} requests, {len(seen.fired)} alerts")
+        for word, found in (("FIRED", seen.fired), ("pending", seen.pending)):
+            for name, second in found.items():
+                typer.echo(f"{word}: {name}, after {second:.0f} s")
+        raise typer.Exit(1 if seen.fired else 0)
+
+    @app.command("cost")
+    def cost(
+        rounds: Annotated[int, typer.Option(min=2, help="Of each kind; each takes a restart of vLLM.")] = 3,
+        json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    ) -> None:
+        """TTFT and throughput with observability and without it, in turn. Restarts servers; takes minutes."""
+        from kvstrata.deploy import turn
+        from kvstrata.deploy.steps import Steps
+        from kvstrata.observe import cost as price
+
+        with turn.take(root(), "cost"):
+            found = price.run(root(), rounds, Steps())
+        if json_file is not None:
+            text = json.dumps({row.name: {"off": row.off, "on": row.on} for row in found}, indent=2)
+            json_file.write_text(text + "\n", encoding="utf-8")
+        price.show(found, Console(highlight=False))
+
     @app.command("metrics")
     def metrics(prometheus: Url = "") -> None:
         """The page docs/metrics.md with what the running Prometheus has of each name."""

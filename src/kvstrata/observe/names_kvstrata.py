@@ -54,6 +54,7 @@ _ENGINE = (
     ("kvstrata_engine_get_misses_total", _C, "gets", "Gets that did not."),
     ("kvstrata_engine_put_new_total", _C, "puts", "Puts that stored something."),
     ("kvstrata_engine_evictions_total", _C, "blocks", "Blocks that made room for others."),
+    ("kvstrata_engine_corrupt_total", _C, "blocks", "Blocks that were found damaged, and removed."),
     ("kvstrata_engine_tier_bytes", _G, "bytes", "Bytes in a tier: `hot` (RAM), `warm`, `cold`."),
     ("kvstrata_engine_tier_capacity_bytes", _G, "bytes", "What a tier may take; 0 for one that is off."),
     ("kvstrata_engine_memory_used_bytes", _G, "bytes", "Connection buffers in use."),

@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstrata.deploy import kv_engine
 from kvstrata.deploy.settings import Settings
 from kvstrata.deploy.steps import Steps
+from kvstrata.observe.engine_traffic import EngineTraffic
+from kvstrata.proof.checks import registered_models
 from kvstrata.proof.client import LmcacheClient, VllmClient
 from kvstrata.proof.control import OwnBlocks, Target, wait_until
 from kvstrata.proof.docker_control import running_stack
@@ -25,21 +28,23 @@ _PUSHED_AND_SCRAPED_S = 25.0
 """LMCache pushes every 10 s and Prometheus scrapes every 10 s: a figure is seen within this time."""
 _MOST_FILLERS = 160
 _ANSWER = 4
+_EVICTED = 12
+_L0_EVICTED = "lmcache_mp_l0_block_lifetime_seconds_count"
 
 
 @dataclass
 class Script:
-    """One run. `store_root`: the block store's folder on this host, None where L2 is not the block store."""
+    """One run. `blocks`: the folder on this host in which L2's blocks lie, None where it is another machine's."""
 
     target: Target
     vllm: VllmClient
     lmcache: LmcacheClient
-    store_root: Path | None
+    blocks: Path | None
     note: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._words = self.vllm.tokenize(handbook(), special=False)
-        self._own = OwnBlocks(self.target.control, self.target.chunk_size)
+        self._own = OwnBlocks(self.target.control, self.target.chunk_size, self.target.engine)
         self._sent: list[list[int]] = []
 
     def prompt(self, chunks: int) -> list[int]:
@@ -63,6 +68,8 @@ class Script:
         self.target.control.kill([service])
         self.target.control.start([service])
         wait_until(answers, f"{service} answers", self.target.wait_timeout_s)
+        known = lambda: bool(registered_models(self.lmcache.status()))  # noqa: E731
+        wait_until(known, "vLLM registered with lmcache", self.target.wait_timeout_s)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -95,14 +102,14 @@ class Script:
 
     def corrupt(self) -> None:
         """Flip a byte of the payload of the blocks that are written now, then read them."""
-        if self.store_root is None:
-            self.note("no block store: no block to damage")
+        if self.blocks is None:
+            self.note("no L2 on this machine: no block to damage")
             return
         before, prompt = time.time() - 1, self.prompt(3)
         self.ask([prompt])
         self.seen()
         newest = sorted(
-            (path for path in self.store_root.rglob("*") if path.is_file() and path.stat().st_mtime >= before),
+            (path for path in self.blocks.rglob("*") if path.is_file() and path.stat().st_mtime >= before),
             key=lambda path: path.stat().st_size,
         )[-1:]
         for path in newest:
@@ -115,20 +122,27 @@ class Script:
         self.ask([prompt])
 
     def evict(self) -> None:
-        """Fill until L1 and the block store have evicted, and what L1 threw out came back."""
+        """Fill until every tier has evicted, and what L1 threw out came back."""
         first = [self.prompt(4) for _ in range(3)]
         self.ask(first)
-        names = ["lmcache_mp_l1_evicted_chunks_total"] + ["kvstrata_store_evictions_total"] * bool(self.store_root)
-        before = {name: self.lmcache.samples().sum(name) for name in names}
+        before = self._evicted()
         for count in range(_MOST_FILLERS):
             self.ask([self.prompt(4)])
-            if count % 8 == 7:
-                now = self.lmcache.samples()
-                if all(now.sum(name) > before[name] + 12 for name in names):
-                    break
+            if count % 8 == 7 and not (still := [k for k, n in self._evicted().items() if n < before[k] + _EVICTED]):
+                break
         else:
-            self.note(f"no eviction from every tier within {_MOST_FILLERS} prompts: smaller KV_L1_GB, KV_L2_GB")
+            self.note(f"{_MOST_FILLERS} prompts, and no eviction from {', '.join(still)}: smaller KV_L1_GB, KV_L2_GB")
         self.ask(first)
+
+    def _evicted(self) -> dict[str, float]:
+        """Tier to what it has thrown out so far."""
+        now = self.lmcache.samples()
+        found = {"L0": now.sum(_L0_EVICTED), "L1": now.sum("lmcache_mp_l1_evicted_chunks_total")}
+        if self.target.engine:
+            found["L2"] = float(self.target.engine.stats()["evictions"])
+        elif self.blocks:
+            found["L2"] = now.sum("kvstrata_store_evictions_total")
+        return found
 
     def restart_lmcache(self) -> None:
         self.restart("lmcache", self.lmcache.healthy)
@@ -147,16 +161,16 @@ def run(settings: Settings, root: Path, steps: Steps) -> None:
 
     target = running_stack(settings, root)
     vllm, lmcache = VllmClient(target.vllm_url), LmcacheClient(target.lmcache_url)
-    store = settings.store_root if settings.store_root.is_dir() and "nvme" in settings.layers else None
     try:
-        script = Script(target, vllm, lmcache, store, lambda text: None)
+        script = Script(target, vllm, lmcache, _blocks(settings), lambda text: None)
         for title, part in (
+            *_engine_steps(settings),
             ("Cold, then from vLLM's own cache", script.cold_and_warm),
             ("Two tenants", script.tenants),
             ("From L2", script.from_l2),
             ("From L1, after a restart of vLLM", script.from_l1),
             ("A corrupt block", script.corrupt),
-            ("Eviction from L1", script.evict),
+            ("Eviction from every tier", script.evict),
             ("A restart of lmcache", script.restart_lmcache),
             ("Taking it away again", script.tidy),
         ):
@@ -172,3 +186,17 @@ def run(settings: Settings, root: Path, steps: Steps) -> None:
     finally:
         vllm.close()
         lmcache.close()
+
+
+def _blocks(settings: Settings) -> Path | None:
+    """Where L2's blocks lie on this host."""
+    if settings.has_engine:
+        return settings.engine_dir / "engine" / "blocks"
+    return settings.store_root if "nvme" in settings.layers else None
+
+
+def _engine_steps(settings: Settings) -> tuple[tuple[str, Callable[[], None]], ...]:
+    if not settings.has_engine:
+        return ()
+    traffic = EngineTraffic(f"http://127.0.0.1:{settings.engine_port}", kv_engine.token(settings))
+    return (("The KV engine, asked directly", traffic.run),)
