@@ -118,11 +118,11 @@ class BlockIO:
             os.fchmod(fd, _MODE)
         mtime_ns = self._clock()
         os.utime(fd, ns=(mtime_ns, mtime_ns))
-        if not os.path.exists(folder):  # noqa: PTH110
+        try:
+            existed = not _link_inside(fd, folder, path)
+        except FileNotFoundError:
             make_folders(self._root, key)
-        if os.path.realpath(folder) != folder:
-            raise OSError(errno.ELOOP, "a symlink leads out of the root", path)
-        existed = not self._link(fd, key, path)
+            existed = not _link_inside(fd, folder, path)
         return Written(existed, status.st_blocks * 512, status.st_size - len(header), mtime_ns)
 
     @property
@@ -180,3 +180,17 @@ class BlockIO:
         except FileNotFoundError:  # somebody removed the empty folder meanwhile
             make_folders(self._root, key)
             return link_unnamed(fd, path)
+
+
+def _link_inside(fd: int, folder: str, path: str) -> bool:
+    """As link_unnamed; FileNotFoundError also where the folder is just going, OSError where it is another one."""
+    into = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        where = os.readlink(f"/proc/self/fd/{into}")  # noqa: PTH115
+        if where == f"{folder} (deleted)":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
+        if where != folder:
+            raise OSError(errno.ELOOP, "a symlink leads out of the root", path)
+        return link_unnamed(fd, path[len(folder) + 1 :], into)
+    finally:
+        os.close(into)

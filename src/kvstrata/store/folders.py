@@ -64,11 +64,11 @@ def spell_out(folder: str, file: str, content: dict[str, str | None], member: st
         os.close(fd)
 
 
-def link_unnamed(fd: int, path: str) -> bool:
-    """Give an O_TMPFILE file its name; False if the name is taken. OSError."""
+def link_unnamed(fd: int, path: str, folder: int | None = None) -> bool:
+    """Give an O_TMPFILE file its name, in `folder` where that is open; False if the name is taken. OSError."""
     try:
         # src_dir_fd makes Python call linkat(2) with AT_SYMLINK_FOLLOW; an absolute path is not looked up from it.
-        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, dst_dir_fd=folder, follow_symlinks=True)
     except FileExistsError:
         return False
     return True
