@@ -6,13 +6,14 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.store.blockread import OpenBlock, open_block
 from kvstrata.store.blockwrite import fill
 from kvstrata.store.codecs import codec as find_codec
-from kvstrata.store.folders import link_unnamed, make_folders
+from kvstrata.store.folders import json_stamps, link_unnamed, make_folders
 from kvstrata.store.format import SUB_LIMIT, SUB_SMALLEST, BadBlock, Header, fitting_sub_bytes
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.lease import UNLIMITED, Expired, Lease
@@ -38,7 +39,8 @@ class Written:
 
 
 class BlockIO:
-    """Reads and writes the blocks of one root; thread-safe, and without state but per-thread scratch memory.
+    """Reads and writes the blocks of one root; thread-safe, and without state but per-thread scratch memory
+    and the folder that was made last.
 
     `codec`: of what is written (CodecError where it cannot be had); every codec is read. `direct`: O_DIRECT, for a file
     system that takes it. `native`: as for cached_reader (StoreError). `sub_bytes`: a power of two from 4 KiB to 64 MiB.
@@ -65,6 +67,7 @@ class BlockIO:
         self._clock = clock
         self._scratch = Scratch()
         self._decoded = Scratch()
+        self._spelled: list[object] = []
 
     def write(
         self,
@@ -121,7 +124,7 @@ class BlockIO:
         try:
             existed = not _link_inside(fd, folder, path)
         except FileNotFoundError:
-            make_folders(self._root, key)
+            self._make_folders(key, folder)
             existed = not _link_inside(fd, folder, path)
         return Written(existed, status.st_blocks * 512, status.st_size - len(header), mtime_ns)
 
@@ -171,8 +174,20 @@ class BlockIO:
             except FileNotFoundError:
                 if not left:
                     raise
-                make_folders(self._root, key)
+                self._make_folders(key, folder)
         raise AssertionError("unreachable")
+
+    def _make_folders(self, key: BlockKey, innermost: str) -> None:
+        """make_folders, quicker where the last one that it made was beside this one."""
+        outer = innermost[: innermost.rindex("/")]
+        with suppress(OSError):  # whatever it is: found again, or made good, the long way
+            if self._spelled == [outer, *json_stamps(outer)]:
+                os.mkdir(innermost, 0o700)  # noqa: PTH102
+                os.chmod(innermost, 0o700)  # noqa: PTH101
+                return
+        make_folders(self._root, key)
+        with suppress(OSError):
+            self._spelled = [outer, *json_stamps(outer)]
 
     def _link(self, fd: int, key: BlockKey, path: str) -> bool:
         try:

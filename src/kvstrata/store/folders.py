@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvstrata.store.keys import BlockKey
 
-__all__ = ["NAMESPACE_FILE", "SALT_FILE", "SALT_MEMBER", "link_unnamed", "make_folders", "spell_out"]
+__all__ = ["NAMESPACE_FILE", "SALT_FILE", "SALT_MEMBER", "json_stamps", "link_unnamed", "make_folders", "spell_out"]
 
 NAMESPACE_FILE = "ns.json"
 SALT_FILE = "salt.json"
@@ -35,6 +35,15 @@ def make_folders(root: str, key: BlockKey) -> None:
         _make_folder(path)
         spell_out(path, file, {member: text, "class": cls}, member)
     _make_folder(os.path.dirname(f"{root}/{key.path}"))  # noqa: PTH120
+
+
+def json_stamps(salt_folder: str) -> list[object]:
+    """Of the files in and above a salt's folder: while they are the same, so are the files. OSError."""
+    stamps: list[object] = []
+    for path in (f"{salt_folder}/{SALT_FILE}", f"{salt_folder[: salt_folder.rindex('/')]}/{NAMESPACE_FILE}"):
+        seen = os.lstat(path)
+        stamps += [seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns]
+    return stamps
 
 
 def _make_folder(path: str) -> None:
