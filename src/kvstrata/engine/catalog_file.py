@@ -105,6 +105,9 @@ class CatalogFile:
         if size > self.room.log // 2 and not self.empty_log():
             raise sqlite3.OperationalError(f"its log has {size} bytes and cannot be merged: who else reads the file?")
         try:
+            if len(statements) == 1:  # a transaction of its own
+                self.db.execute(*statements[0])
+                return
             self.db.execute("BEGIN IMMEDIATE")
             for sql, values in statements:
                 self.db.execute(sql, values)
