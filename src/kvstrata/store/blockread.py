@@ -93,7 +93,7 @@ class OpenBlock:
         return piece
 
     def cached(self) -> bool:
-        """True if the page cache has the payload's first byte. Where it has not, this may hang as long as the device."""
+        """True if the page cache has the first byte of the payload. Where it has not, this may hang with the device."""
         try:
             return not self._direct and os.preadv(self._fd, [self._scratch.take(1)], HEADER_BYTES, os.RWF_NOWAIT) > 0
         except OSError:
