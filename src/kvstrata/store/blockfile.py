@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import time
@@ -14,7 +15,7 @@ from kvstrata.store.blockread import OpenBlock, open_block
 from kvstrata.store.blockwrite import fill
 from kvstrata.store.codecs import codec as find_codec
 from kvstrata.store.folders import json_stamps, link_unnamed, make_folders
-from kvstrata.store.format import SUB_LIMIT, SUB_SMALLEST, BadBlock, Header, fitting_sub_bytes
+from kvstrata.store.format import HEADER_BYTES, SUB_LIMIT, SUB_SMALLEST, BadBlock, Header, fitting_sub_bytes
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.lease import UNLIMITED, Expired, Lease
 from kvstrata.store.pagecache import cached_reader
@@ -24,6 +25,9 @@ __all__ = ["UNLIMITED", "BlockIO", "Expired", "Lease", "OpenBlock", "Written"]
 
 _TRIES = 3
 _MODE = 0o600
+# Python's posix_fallocate would write a byte into each block where the file system cannot do it.
+_fallocate = ctypes.CDLL(None).fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +111,12 @@ class BlockIO:
             os.close(fd)
         return Written(existed, status.st_blocks * 512, stored_len, mtime_ns)
 
-    def unnamed(self) -> int:
-        """A descriptor of an empty file without a name, for `name`. OSError."""
-        return os.open(self._root, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE)
+    def unnamed(self, size: int) -> int:
+        """A descriptor of a file without a name, for `name`, that will have a payload of `size` bytes. OSError."""
+        fd = os.open(self._root, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE)
+        # Writing is a fifth faster where the blocks are there. Whatever this says: writing will tell it again.
+        _fallocate(fd, 0, 0, HEADER_BYTES + size)
+        return fd
 
     def name(self, fd: int, key: BlockKey, header: bytes) -> Written:
         """Publish a file whose payload is complete: write its header, link it. OSError; then nothing is left."""

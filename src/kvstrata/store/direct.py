@@ -240,7 +240,7 @@ class Direct:
             if answer != ADMITTED:
                 self._index.written(claim, None)
                 return answer
-            return Incoming(self, self._index, claim, self._io.unnamed(), size, self._io.sub_bytes)
+            return Incoming(self, self._index, claim, self._io.unnamed(size), size, self._io.sub_bytes)
         except BaseException:
             self._index.written(claim, None)
             raise
