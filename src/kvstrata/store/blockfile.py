@@ -188,7 +188,7 @@ class BlockIO:
         """make_folders, quicker where the last one that it made was beside this one."""
         outer = innermost[: innermost.rindex("/")]
         with suppress(OSError):  # whatever it is: found again, or made good, the long way
-            if self._spelled == [outer, *json_stamps(outer)]:
+            if self._spelled == [outer, *json_stamps(outer)] and os.path.realpath(outer) == outer:
                 os.mkdir(innermost, 0o700)  # noqa: PTH102
                 os.chmod(innermost, 0o700)  # noqa: PTH101
                 return

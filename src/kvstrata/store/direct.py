@@ -240,7 +240,9 @@ class Direct:
             if answer != ADMITTED:
                 self._index.written(claim, None)
                 return answer
-            return Incoming(self, self._index, claim, self._io.unnamed(size), size, self._io.sub_bytes)
+            with self.writes:
+                fd = self._io.unnamed(size)
+            return Incoming(self, self._index, claim, fd, size, self._io.sub_bytes)
         except BaseException:
             self._index.written(claim, None)
             raise
