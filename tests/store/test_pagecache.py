@@ -2,6 +2,8 @@
 
 import errno
 import os
+import socket
+import threading
 import zlib
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstrata.store import pagecache
 from kvstrata.store.errors import StoreError
-from kvstrata.store.pagecache import CachedReader, PythonReader, cached_reader
+from kvstrata.store.pagecache import CachedReader, NativeReader, PythonReader, cached_reader
 from tests.store.blocks import FILLER, drop_pages
 
 SIZES = st.integers(1, 3 << 20) | st.sampled_from([1, 4096, 256 << 10, 1 << 20, 3 << 20])
@@ -106,3 +108,75 @@ def test_another_checksum_behind_the_same_name_is_not_used(library: Path, monkey
     monkeypatch.setattr(pagecache, "LIBRARY", library)
     monkeypatch.setattr(pagecache, "crc32", zlib.adler32)
     assert cached_reader("auto").name == "python"
+
+
+def sent(way: CachedReader, fd: int, size: int, step: int, sums: list[int]) -> tuple[int, bytes]:
+    """What `send` says, and what came out at the other end."""
+    ours, theirs = socket.socketpair()
+    got = bytearray()
+
+    def take() -> None:
+        while piece := theirs.recv(1 << 20):
+            got.extend(piece)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    try:
+        with theirs, ours:
+            done = way.send(fd, ours.fileno(), memoryview(bytearray(step)), size, 0, sums, b"he\0ad", b"tail")
+            ours.shutdown(socket.SHUT_WR)
+            taker.join()
+    finally:
+        taker.join()
+    return done, bytes(got)
+
+
+STEP = 256 << 10
+
+
+@pytest.fixture
+def native(library: Path) -> CachedReader:
+    return NativeReader(library)
+
+
+@pytest.mark.parametrize("size", [1, STEP - 1, STEP, STEP + 1, 3 << 20])
+def test_what_is_cached_is_sent_between_head_and_tail(
+    native: CachedReader, file: Path, content: bytes, size: int
+) -> None:
+    sums = [zlib.crc32(content[at : min(at + STEP, size)]) for at in range(0, size, STEP)]
+    with file.open("rb") as opened:
+        opened.read()
+        assert sent(native, opened.fileno(), size, STEP, sums) == (size, b"he\0ad" + content[:size] + b"tail")
+
+
+@pytest.mark.parametrize("bad", [0, 1, 11])
+def test_nothing_is_sent_of_a_piece_that_is_wrong_nor_of_what_follows(
+    native: CachedReader, file: Path, content: bytes, bad: int
+) -> None:
+    sums = [zlib.crc32(content[at : at + STEP]) for at in range(0, 3 << 20, STEP)]
+    sums[bad] ^= 1
+    with file.open("rb") as opened:
+        opened.read()
+        found = sent(native, opened.fileno(), 3 << 20, STEP, sums)
+    assert found == (bad * STEP, b"he\0ad" + content[: bad * STEP] if bad else b"")
+
+
+def test_nothing_is_sent_of_what_would_have_to_come_from_the_device(
+    native: CachedReader, file: Path, content: bytes
+) -> None:
+    sums = [zlib.crc32(content[at : at + STEP]) for at in range(0, 3 << 20, STEP)]
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 2 * STEP, 0, os.POSIX_FADV_DONTNEED)
+        done, got = sent(native, opened.fileno(), 3 << 20, STEP, sums)
+    if done == 3 << 20:
+        pytest.skip("this file system keeps its pages")
+    assert done % STEP == 0 and got == (b"he\0ad" + content[:done] if done else b"")
+
+
+def test_a_peer_that_has_gone_is_an_error_and_no_signal(native: CachedReader, file: Path, content: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with file.open("rb") as opened, ours, pytest.raises(BrokenPipeError):
+        opened.read()
+        native.send(opened.fileno(), ours.fileno(), memoryview(bytearray(9)), 9, 0, [zlib.crc32(content[:9])], b"", b"")

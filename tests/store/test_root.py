@@ -158,6 +158,18 @@ def test_nothing_is_written_through_a_symlink_inside_the_root(root: Path, tmp_pa
     assert du(elsewhere) == before
 
 
+def test_nothing_is_made_through_a_symlink_that_comes_while_the_store_runs(root: Path, tmp_path: Path) -> None:
+    store = BlockStore.open(settings(root))
+    put(store, range(1, 30), salt="s")
+    elsewhere, moved = tmp_path / "elsewhere", file_of(root, 1, "s").parents[1]
+    shutil.move(moved, elsewhere)
+    moved.symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    put(store, range(30, 90), salt="s")
+    assert sorted(elsewhere.rglob("*")) == before
+    store.close()
+
+
 @pytest.mark.parametrize("text", ['{"format": 2}', '{"format": 0}', "{}", "[]", "nonsense", ""])
 def test_another_format_is_refused_and_the_root_left_free(root: Path, text: str) -> None:
     open_root(settings(root)).close()

@@ -83,6 +83,11 @@ class Block:
             _send(sock, [head, tail])
             return
         sent = False
+        plain = not isinstance(sock, ssl.SSLSocket)
+        if self._pinned is not None and self._on_copy is None and left == self.size and plain:
+            start = self._pinned.send_cached(sock.fileno(), head, tail)
+            if start:
+                left, before, sent = left - start, b"", True
         try:
             for piece in self.pieces(start, stop):
                 left -= len(piece)

@@ -80,13 +80,14 @@ class Catalog:
         counters: Callable[[], list[Statement]],
         grown: Callable[[], object] = lambda: None,
     ) -> None:
-        """`counters`: statements to add to each commit, for what changed since the last one; `grown` is called when
-        `tend` should be, soon.
+        """`counters`: statements for what was counted since they were asked for last; `grown` is called when `tend`
+        should be, soon.
         """
         self.file, self.room, self.rows = file, file.room, file.rows
         self._counters, self._grown = counters, grown
         self.crowded = False
         """The file is nearly as large as it may be: rows have to go."""
+        self._counting = False
         self._late: dict[tuple[object, ...], Statement] = {}
         """Counters that a failed commit could not write."""
         self._owed: dict[Statement, None] = {}
@@ -102,6 +103,11 @@ class Catalog:
         with self._queueing:
             self._queue.append(ticket)
         return ticket
+
+    def queue_counters(self) -> Ticket:
+        """The ticket of what was counted up to now. Puts do not wait for that: it would be half of their commit."""
+        self._counting = True
+        return self.queue()
 
     def forget(self, statements: Sequence[Statement]) -> Ticket:
         """queue, for deletions that need not be one step: once this ticket is committed, all of them are."""
@@ -140,7 +146,9 @@ class Catalog:
                 count += len(taken[-1].statements)
         failed: Exception | None = None
         try:
-            self._late.update((values[:2], (sql, values)) for sql, values in self._counters())
+            if self._counting:
+                self._counting = False
+                self._late.update((values[:2], (sql, values)) for sql, values in self._counters())
             while self._owed:
                 some = list(islice(self._owed, self.room.together))
                 self.file.write(some)
@@ -165,7 +173,7 @@ class Catalog:
     def tend(self) -> None:
         """Commit what nobody waits for (counters too), and merge the log where it has grown. From one thread."""
         with suppress(Full):
-            self.commit(self.queue())
+            self.commit(self.queue_counters())
         try:
             if self.file.log_bytes() > self.room.log // 4:
                 self.file.merge_log()
@@ -184,5 +192,5 @@ class Catalog:
     def close(self) -> None:
         """Commit the rest and close."""
         with suppress(Full):
-            self.commit(self.queue())
+            self.commit(self.queue_counters())
         self.file.close()

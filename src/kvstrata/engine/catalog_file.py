@@ -39,6 +39,8 @@ class CatalogFile:
         self.path, self.room = path, room
         self._durable = durable
         self._reading = threading.Lock()
+        # Asked twice a commit: as text, which is quicker than a Path.
+        self._log = str(self._beside("-wal"))
         self._connect()
 
     def _connect(self) -> None:
@@ -103,6 +105,9 @@ class CatalogFile:
         if size > self.room.log // 2 and not self.empty_log():
             raise sqlite3.OperationalError(f"its log has {size} bytes and cannot be merged: who else reads the file?")
         try:
+            if len(statements) == 1:  # a transaction of its own
+                self.db.execute(*statements[0])
+                return
             self.db.execute("BEGIN IMMEDIATE")
             for sql, values in statements:
                 self.db.execute(sql, values)
@@ -148,7 +153,7 @@ class CatalogFile:
 
     def log_bytes(self) -> int:
         """Of the log."""
-        return _size(self._beside("-wal"))
+        return _size(self._log)
 
     def empty_log(self) -> bool:
         """Empty the log into the file; False: somebody else reads it. Nobody may be writing."""
@@ -185,9 +190,9 @@ def _number(db: sqlite3.Connection, pragma: str) -> int:
     return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
 
 
-def _size(path: Path) -> int:
+def _size(path: Path | str) -> int:
     try:
-        return path.stat().st_size
+        return os.stat(path).st_size  # noqa: PTH116
     except FileNotFoundError:
         return 0
 

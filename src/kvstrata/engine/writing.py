@@ -195,7 +195,7 @@ class Writing:
                 old = [key for key, ref in of.refs.items() if 0 <= ref.version < number]
                 self._core.catalog.forget([it for key in old for it in self._core.unname(of, tenant, key)])
                 of.count("stale_retired", len(old))
-            ticket = self._core.catalog.queue()
+            ticket = self._core.catalog.queue_counters()
             version = of.version
         self._core.catalog.commit(ticket)
         return version

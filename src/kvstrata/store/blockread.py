@@ -92,6 +92,23 @@ class OpenBlock:
         codec(self.header.codec).decode_into(stored, piece)
         return piece
 
+    def cached(self) -> bool:
+        """True if the page cache has the first byte of the payload. Where it has not, this may hang with the device."""
+        try:
+            return not self._direct and os.preadv(self._fd, [self._scratch.take(1)], HEADER_BYTES, os.RWF_NOWAIT) > 0
+        except OSError:
+            return False
+
+    def send_cached(self, sock: int, head: bytes, tail: bytes) -> int:
+        """Send head, payload and tail as far as CachedReader.send does. Returns how many bytes of the payload, whole
+        sub-blocks, were sent; 0: nothing was. OSError: the socket's.
+        """
+        header = self.header
+        if header.stored_len != header.raw_len or not header.raw_len:
+            return 0
+        room = self._scratch.take(min(header.sub_bytes, header.raw_len))
+        return self._cached.send(self._fd, sock, room, header.raw_len, header.starts[0], header.crcs, head, tail)
+
     def verify(self, room: Scratch) -> None:
         """Check every sub-block without a caller's buffer; `room`: for one decoded one. Raises as read does."""
         for sub in range(self.header.sub_count):

@@ -72,6 +72,16 @@ class PinnedBlock:
             self._direct.judge(self._entry, self.birth, error)
             raise
 
+    def send_cached(self, sock: int, head: bytes, tail: bytes) -> int:
+        """Send the bytes that are in the page cache, from the first on, up to one that is not or is not right, to a
+        blocking socket; `head` before them, `tail` behind the last. Returns how many bytes were sent, in whole pieces;
+        0: nothing was, nor the head. OSError: the socket's.
+        """
+        with self._direct.reads:
+            cached = self._block.cached()
+        # Not among the disk's calls: a client that takes nothing is no disk that hangs.
+        return self._block.send_cached(sock, head, tail) if cached else 0
+
     def close(self) -> None:
         """Let go; idempotent."""
         if self._open:
@@ -230,7 +240,9 @@ class Direct:
             if answer != ADMITTED:
                 self._index.written(claim, None)
                 return answer
-            return Incoming(self, self._index, claim, self._io.unnamed(), size, self._io.sub_bytes)
+            with self.writes:
+                fd = self._io.unnamed(size)
+            return Incoming(self, self._index, claim, fd, size, self._io.sub_bytes)
         except BaseException:
             self._index.written(claim, None)
             raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvstrata.store.keys import BlockKey
 
-__all__ = ["NAMESPACE_FILE", "SALT_FILE", "SALT_MEMBER", "link_unnamed", "make_folders", "spell_out"]
+__all__ = ["NAMESPACE_FILE", "SALT_FILE", "SALT_MEMBER", "json_stamps", "link_unnamed", "make_folders", "spell_out"]
 
 NAMESPACE_FILE = "ns.json"
 SALT_FILE = "salt.json"
@@ -35,6 +35,15 @@ def make_folders(root: str, key: BlockKey) -> None:
         _make_folder(path)
         spell_out(path, file, {member: text, "class": cls}, member)
     _make_folder(os.path.dirname(f"{root}/{key.path}"))  # noqa: PTH120
+
+
+def json_stamps(salt_folder: str) -> list[object]:
+    """Of the files in and above a salt's folder: while they are the same, so are the files. OSError."""
+    stamps: list[object] = []
+    for path in (f"{salt_folder}/{SALT_FILE}", f"{salt_folder[: salt_folder.rindex('/')]}/{NAMESPACE_FILE}"):
+        seen = os.lstat(path)
+        stamps += [seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns]
+    return stamps
 
 
 def _make_folder(path: str) -> None:
@@ -64,11 +73,11 @@ def spell_out(folder: str, file: str, content: dict[str, str | None], member: st
         os.close(fd)
 
 
-def link_unnamed(fd: int, path: str) -> bool:
-    """Give an O_TMPFILE file its name; False if the name is taken. OSError."""
+def link_unnamed(fd: int, path: str, folder: int | None = None) -> bool:
+    """Give an O_TMPFILE file its name, in `folder` where that is open; False if the name is taken. OSError."""
     try:
         # src_dir_fd makes Python call linkat(2) with AT_SYMLINK_FOLLOW; an absolute path is not looked up from it.
-        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, dst_dir_fd=folder, follow_symlinks=True)
     except FileExistsError:
         return False
     return True

@@ -50,7 +50,7 @@ class Incoming:
         """The next bytes. ValueError if they are more than were announced; OSError."""
         if self._at + len(data) > self._size:
             raise ValueError(f"found: more than the {self._size} bytes that were announced; needed: just those")
-        at = HEADER_BYTES + self._at
+        at, rest = HEADER_BYTES + self._at, data
         while data:
             piece = data[: self._sub_bytes - self._at % self._sub_bytes]
             self._crc = crc32(piece, self._crc)
@@ -58,12 +58,12 @@ class Incoming:
             if self._at % self._sub_bytes == 0 or self._at == self._size:
                 self._crcs.append(self._crc)
                 self._crc = 0
-            rest = piece
-            while rest:
-                with self._direct.writes:
-                    done = os.pwrite(self._fd, rest, at)
-                at, rest = at + done, rest[done:]
             data = data[len(piece) :]
+        # In one call: the larger it is, the larger are the folios that the page cache makes of it.
+        while rest:
+            with self._direct.writes:
+                done = os.pwrite(self._fd, rest, at)
+            at, rest = at + done, rest[done:]
 
     def publish(self, key: BlockKey, deadline_s: float) -> Result:
         """All bytes are in: STORED or PRESENT, and the block has one more holder; else ERROR. Once."""

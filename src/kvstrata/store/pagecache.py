@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +44,16 @@ class CachedReader(Protocol):
         them, the last of which may be cut short. Raises OSError.
         """
 
+    def send(
+        self, fd: int, sock: int, room: memoryview, size: int, start: int, sums: Sequence[int], head: bytes, tail: bytes
+    ) -> int:
+        """Send `head`, `size` bytes of the file from `start` on, and `tail` to a blocking socket.
+
+        They go through `room` (writable), a room at a time, and leave once their CRC-32 was found to be the next one of
+        `sums`; the head leaves with the first. Ends before what would have to come from a device or is not right.
+        Returns how many of the `size` bytes were sent; 0 also where that is not done here. OSError: the socket's.
+        """
+
 
 class PythonReader:
     """Read all, then check."""
@@ -59,6 +70,12 @@ class PythonReader:
             raise
         return done, [crc32(target[begin : min(begin + step, done)]) for begin in range(0, done, step)]
 
+    def send(
+        self, fd: int, sock: int, room: memoryview, size: int, start: int, sums: Sequence[int], head: bytes, tail: bytes
+    ) -> int:
+        """See CachedReader: not done here."""
+        return 0
+
 
 class NativeReader:
     """Check what was just read. `library`: pagecache.c, compiled. OSError, AttributeError: it cannot be used."""
@@ -66,11 +83,17 @@ class NativeReader:
     name = "native"
 
     def __init__(self, library: Path) -> None:
-        self._read = ctypes.CDLL(str(library)).kv_read_cached
+        functions = ctypes.CDLL(str(library))
+        self._read, self._send = functions.kv_read_cached, functions.kv_send_cached
         self._read.restype = ctypes.c_int64
         self._read.argtypes = [
             ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p,
             ctypes.c_void_p,
+        ]  # fmt: skip
+        self._send.restype = ctypes.c_int64
+        self._send.argtypes = [
+            ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64,
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t,
         ]  # fmt: skip
         # The function behind `crc32`: not one more library, and no second opinion about what a checksum is.
         function = ctypes.CDLL(checksum.LIBRARY).zng_crc32_z
@@ -89,6 +112,18 @@ class NativeReader:
                 return 0, []
             raise OSError(-done, os.strerror(-done))
         return done, sums[: -(-done // step)]
+
+    def send(
+        self, fd: int, sock: int, room: memoryview, size: int, start: int, sums: Sequence[int], head: bytes, tail: bytes
+    ) -> int:
+        """See CachedReader."""
+        right = (ctypes.c_uint32 * len(sums))(*sums)
+        done: int = self._send(
+            fd, sock, address(room), size, start, len(room), self._crc, right, head, len(head), tail, len(tail)
+        )
+        if done < 0:
+            raise OSError(-done, os.strerror(-done))
+        return done
 
 
 def cached_reader(choice: str) -> CachedReader:

@@ -34,11 +34,14 @@ class Surroundings:
         names = self._index.names
         shelf = names.shelf_path(entry)
         paths = [shelf]
-        if not self._index.known_extra(shelf):
-            # Its directory is new: any of the others may be.
+        # What is new lets its folder grow, which may be new as well.
+        known = self._index.known_extra
+        if not known(shelf):
             folder = names.folder(entry).path
-            ns = folder[: folder.index("/")]
-            paths += ["", LOCK_FILE, FORMAT_FILE, ns, f"{ns}/{NAMESPACE_FILE}", folder, f"{folder}/{SALT_FILE}"]
+            paths.append(folder)
+            if not (known(folder) and known(f"{folder}/{SALT_FILE}")):
+                ns = folder[: folder.index("/")]
+                paths += ["", LOCK_FILE, FORMAT_FILE, ns, f"{ns}/{NAMESPACE_FILE}", f"{folder}/{SALT_FILE}"]
         with self._looking, suppress(OSError):
             for path in paths:
                 self._index.measured(path, self._size(path), entry)
