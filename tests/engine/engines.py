@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstrata.engine.content import Engine
@@ -14,6 +14,23 @@ from kvstrata.engine.settings import EngineSettings
 
 MIB = 1 << 20
 ANY_FS = ("tmpfs", "overlay", "fuse")
+Opener = Callable[..., Engine]
+
+
+@contextmanager
+def reopening(start: Opener) -> Iterator[Opener]:
+    """`start`, which closes the engine that is open before it opens one; none is open at the end."""
+    engines: list[Engine] = []
+
+    def open_it(*args: object, **more: object) -> Engine:
+        for engine in engines:
+            engine.close()
+        engines.append(start(*args, **more))
+        return engines[-1]
+
+    yield open_it
+    for engine in engines:
+        engine.close()
 
 
 def settings(root: Path, capacity: int = 64 * MIB, **more: object) -> EngineSettings:

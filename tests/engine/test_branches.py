@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Full, NoSuchBranch, NoSuchBranchKey, NoSuchSnapshot, StillReferenced
-from tests.engine.engines import MIB, block_files, data, get, settings, until
-
-Opener = Callable[..., Engine]
+from tests.engine.engines import MIB, Opener, block_files, data, get, reopening, settings, until
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opener]:
     """Open the engine below tmp_path, closing one that is open."""
-    engines: list[Engine] = []
 
-    def open_it(**more: object) -> Engine:
-        for engine in engines:
-            engine.close()
-        engines.append(Engine.open(settings(tmp_path / "engine", **more)))  # type: ignore[arg-type]
-        return engines[-1]
+    def start(**more: object) -> Engine:
+        return Engine.open(settings(tmp_path / "engine", **more))  # type: ignore[arg-type]
 
-    yield open_it
-    for engine in engines:
-        engine.close()
+    with reopening(start) as open_it:
+        yield open_it
 
 
 def put(engine: Engine, *numbers: int, size: int = 64 << 10) -> None:

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Full
-from tests.engine.engines import MIB, data, disk_bytes, get, settings
+from tests.engine.engines import MIB, Opener, data, disk_bytes, get, reopening, settings
 
-Opener = Callable[..., Engine]
 CAPACITY = 16 * MIB
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opener]:
     """Open the engine below tmp_path, closing one that is open."""
-    engines: list[Engine] = []
 
-    def open_it(capacity: int = CAPACITY, **more: object) -> Engine:
-        for engine in engines:
-            engine.close()
-        engines.append(Engine.open(settings(tmp_path / "engine", capacity, **more)))
-        return engines[-1]
+    def start(capacity: int = CAPACITY, **more: object) -> Engine:
+        return Engine.open(settings(tmp_path / "engine", capacity, **more))
 
-    yield open_it
-    for engine in engines:
-        engine.close()
+    with reopening(start) as open_it:
+        yield open_it
 
 
 def key(number: int, size: int = 4096) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,26 +11,19 @@ import pytest
 from kvstrata.engine.auth import Tokens
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Full
-from tests.engine.engines import MIB, data, get, settings
+from tests.engine.engines import MIB, Opener, data, get, reopening, settings
 from tests.engine.resp_parts import OTHER, READER, TOKEN, Client, server
-
-Opener = Callable[..., Engine]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opener]:
     """Open the engine below tmp_path for two tenants, closing one that is open."""
-    engines: list[Engine] = []
 
-    def open_it(**more: object) -> Engine:
-        for engine in engines:
-            engine.close()
-        engines.append(Engine.open(settings(tmp_path / "engine", 32 * MIB, **more), lambda: 2))
-        return engines[-1]
+    def start(**more: object) -> Engine:
+        return Engine.open(settings(tmp_path / "engine", 32 * MIB, **more), lambda: 2)
 
-    yield open_it
-    for engine in engines:
-        engine.close()
+    with reopening(start) as open_it:
+        yield open_it
 
 
 def fill(engine: Engine, tenant: str, count: int = 6) -> list[bytes]:

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstrata.engine.content import Engine
-from tests.engine.engines import MIB, block_files, data, disk_bytes, get, settings, until
-
-Opener = Callable[..., Engine]
+from tests.engine.engines import MIB, Opener, block_files, data, disk_bytes, get, reopening, settings, until
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opener]:
     """Open an engine with a warm disk of 16 MiB and a cold one of 64; closes one that is open."""
-    engines: list[Engine] = []
 
-    def open_it(**more: object) -> Engine:
-        for engine in engines:
-            engine.close()
+    def start(**more: object) -> Engine:
         chosen = {"capacity": 16 * MIB, "cold_root": tmp_path / "cold", "cold_capacity": 64 * MIB, **more}
-        engines.append(Engine.open(settings(tmp_path / "engine", **chosen)))  # type: ignore[arg-type]
-        return engines[-1]
+        return Engine.open(settings(tmp_path / "engine", **chosen))  # type: ignore[arg-type]
 
-    yield open_it
-    for engine in engines:
-        engine.close()
+    with reopening(start) as open_it:
+        yield open_it
 
 
 def fill(engine: Engine, count: int) -> None:
