@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from kvstrata.engine.auth import Tokens
+from kvstrata.engine.buffers import Budget, Busy
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Full
-from tests.engine.engines import MIB, Opener, data, get, reopening, settings
+from tests.engine.engines import MIB, Opener, data, get, reopening, settings, until
+from tests.engine.process import EngineProcess
 from tests.engine.resp_parts import OTHER, READER, TOKEN, Client, server
+from tests.engine.wire import Wire
 
 
 @pytest.fixture
@@ -134,3 +138,48 @@ def test_tenants_are_those_of_the_tokens_file(tmp_path: Path) -> None:
     file.write_text("one rw a 0123456789abcdef-1\ntwo ro a 0123456789abcdef-2\nthree rw b 0123456789abcdef-3\n")
     assert Tokens(file).tenants == 2
     assert Tokens(None).tenants == 1
+
+
+def test_bodies_of_one_tenant_leave_memory_for_those_of_another() -> None:
+    budget = Budget(4 * MIB, lambda: 2)
+    with budget.take(MIB, 0, "a"), budget.take(MIB, 0, "a"):
+        with pytest.raises(Busy), budget.take(MIB, 0, "a"):
+            pass
+        with budget.take(2 * MIB, 0, "b"):
+            assert budget.used == 4 * MIB
+    with budget.take(4 * MIB, 0, "a"):  # one body of any size fits
+        assert budget.used == 4 * MIB
+
+
+def test_who_waits_for_his_own_memory_holds_up_no_other_tenant() -> None:
+    budget = Budget(4 * MIB, lambda: 2)
+    served = threading.Event()
+
+    def more() -> None:
+        with budget.take(MIB, 30, "a"):
+            served.set()
+
+    waiting = threading.Thread(target=more)
+    with budget.take(2 * MIB, 0, "a"):
+        waiting.start()
+        until(lambda: budget.waiting == 1)
+        with budget.take(2 * MIB, 0, "b"):
+            assert not served.is_set()
+    waiting.join(30)
+    assert served.is_set()
+
+
+def test_slow_bodies_of_one_tenant_leave_threads_for_another(
+    engine_process: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"one ro a {READER}\ntwo rw b {OTHER}\n")
+    engine = engine_process(TOKENS_FILE=tokens)
+    slow = [Wire(engine.http, READER) for _ in range(300)]
+    for one in slow:
+        one.send(one.head("POST", "/kv/batch/exists", Content_Length=100) + b"{")
+    with Wire(engine.http, OTHER) as wire:
+        assert wire.ask("GET", "/healthz").status == 200
+        assert wire.ask("PUT", "/kv/here", b"x").status == 201
+    for one in slow:
+        one.sock.close()

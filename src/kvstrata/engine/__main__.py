@@ -49,7 +49,7 @@ class Server:
         self._tokens = _tokens(settings)
         self._tls = _tls(settings)
         self._metrics = EngineMetrics()
-        self._budget = Budget(settings.memory)
+        self._budget = Budget(settings.memory, lambda: self._tokens.tenants)
         self._engine = Engine.open(settings, lambda: self._tokens.tenants)
         self._stopping = False
         self.listeners: dict[str, Listener] = {}
@@ -78,7 +78,7 @@ class Server:
                 lambda: self._tokens.tenants,
             ),
         )
-        return Http(routes, self._tokens, self._metrics, settings.header_s).serve
+        return Http(routes, self._tokens, self._metrics, settings.header_s, _threads(settings)).serve
 
     def _listen(self, protocol: str, address: str, serve: Callable[[Connection], bool], refusal: bytes) -> None:
         settings = self._settings
@@ -93,7 +93,7 @@ class Server:
             self.listeners[protocol] = Listener(
                 host, port, serve, name=protocol, idle_s=settings.idle_s, handshake_s=settings.header_s,
                 max_connections=settings.max_connections, workers=settings.workers,
-                max_workers=max(_MAX_WORKERS, settings.workers), tls=self._tls, refusal=refusal,
+                max_workers=_threads(settings), tls=self._tls, refusal=refusal,
             )  # fmt: skip
         except (OSError, OverflowError) as error:
             raise StoreError(
@@ -118,6 +118,10 @@ class Server:
         for wait in waits:
             wait.join()
         self._engine.close(_CLOSE_S)
+
+
+def _threads(settings: EngineSettings) -> int:
+    return max(_MAX_WORKERS, settings.workers)
 
 
 def _tokens(settings: EngineSettings) -> Tokens:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 __all__ = ["Budget", "Busy", "TooBig"]
@@ -34,15 +34,19 @@ class Budget:
     """Hands out buffers; used and kept ones together never take more than `total` bytes. Thread-safe.
 
     A thread that holds one must not wait for a second: two such could wait for each other until their deadlines.
+    Where there may be several tenants, one has half of it at most, or a single buffer: those who send slowly, or never,
+    leave the other half to others.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, tenants: Callable[[], int] = lambda: 1) -> None:
         self.total = total
+        self._tenants = tenants
+        self._of: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._used = 0
         self._kept_bytes = 0
         self._kept: dict[int, list[mmap.mmap]] = {}
-        self._queue: deque[tuple[int, threading.Event]] = deque()
+        self._queue: deque[tuple[int, str, threading.Event]] = deque()
 
     @property
     def used(self) -> int:
@@ -55,15 +59,16 @@ class Budget:
         return len(self._queue)
 
     @contextmanager
-    def take(self, size: int, wait_s: float) -> Iterator[memoryview]:
-        """A buffer of `size` bytes with anything in it, page aligned. First come, first served.
+    def take(self, size: int, wait_s: float, tenant: str = "") -> Iterator[memoryview]:
+        """A buffer of `size` bytes with anything in it, page aligned. First come, first served, but for tenants that
+        have their part.
 
         Raises Busy after `wait_s`, TooBig if it can never fit.
         """
         room = _rounded(size)
         if room > self.total:
             raise TooBig
-        buffer = self._get(room, wait_s)
+        buffer = self._get(room, wait_s, tenant)
         view = memoryview(buffer)
         part = view[:size]
         try:
@@ -71,15 +76,17 @@ class Budget:
         finally:
             part.release()
             view.release()
-            self._give_back(room, buffer)
+            self._give_back(room, tenant, buffer)
 
-    def _get(self, room: int, wait_s: float) -> mmap.mmap:
+    def _get(self, room: int, wait_s: float, tenant: str) -> mmap.mmap:
         with self._lock:
-            if not self._queue and self._used + room <= self.total:
-                return self._claim(room)
+            if not self._queue and self._fits(room, tenant) and self._used + room <= self.total:
+                self._count(room, tenant)
+                return self._buffer(room)
             granted = threading.Event()
-            ticket = (room, granted)
+            ticket = (room, tenant, granted)
             self._queue.append(ticket)
+            self._admit()
         deadline = time.monotonic() + wait_s
         granted.wait(wait_s)
         with self._lock:
@@ -89,9 +96,16 @@ class Budget:
             self._admit()  # it may have stood in front of somebody who fits
         raise Busy(f"waited {time.monotonic() - deadline + wait_s:.1f} s for {room} bytes")
 
-    def _claim(self, room: int) -> mmap.mmap:
+    def _fits(self, room: int, tenant: str) -> bool:
+        """Whether it is within the tenant's part."""
+        held = self._of[tenant]
+        return not held or held + room <= self.total // (1 if self._tenants() < 2 else 2)
+
+    def _count(self, room: int, tenant: str) -> None:
         self._used += room
-        return self._buffer(room)
+        self._of[tenant] += room
+        if not self._of[tenant]:
+            del self._of[tenant]
 
     def _buffer(self, room: int) -> mmap.mmap:
         """A kept one of that class, or a new one once enough kept ones have gone. The room is counted already."""
@@ -106,17 +120,24 @@ class Budget:
             self._kept_bytes -= size
         return mmap.mmap(-1, room)
 
-    def _give_back(self, room: int, buffer: mmap.mmap) -> None:
+    def _give_back(self, room: int, tenant: str, buffer: mmap.mmap) -> None:
         with self._lock:
-            self._used -= room
+            self._count(-room, tenant)
             self._kept.setdefault(room, []).append(buffer)
             self._kept_bytes += room
             self._admit()
 
     def _admit(self) -> None:
-        while self._queue and self._used + self._queue[0][0] <= self.total:
-            room, granted = self._queue.popleft()
-            self._used += room
+        passed: set[str] = set()
+        for ticket in tuple(self._queue):
+            room, tenant, granted = ticket
+            if tenant in passed or not self._fits(room, tenant):
+                passed.add(tenant)  # waits for its own, and holds no other up
+                continue
+            if self._used + room > self.total:
+                return
+            self._queue.remove(ticket)
+            self._count(room, tenant)
             granted.set()
 
     def trim(self) -> None:

@@ -55,10 +55,10 @@ class Blocks:
             raise Problem(409, "StaleVersion", f"data version {version}; the current one is {current}")
         connection, head = request.connection, request.head
         if (there := self._engine.present(tenant, key)) is not None:
-            self._bodies.skipped(connection, head, self._max_value)
+            self._bodies.skipped(connection, head, self._max_value, tenant)
             new, digest = False, there
         elif head.chunked or size <= PIECE:
-            with self._bodies.received(connection, head, self._max_value) as body:
+            with self._bodies.received(connection, head, self._max_value, tenant) as body:
                 if not body:
                     raise _empty()
                 new, digest = self._engine.put(tenant, key, body, version=version)
@@ -71,7 +71,7 @@ class Blocks:
         bodies, connection = self._bodies, request.connection
         with (
             self._engine.receive(request.grant.tenant, key, size, version=version) as incoming,
-            bodies.pieces(connection, request.head) as pieces,
+            bodies.pieces(connection, request.head, request.grant.tenant) as pieces,
         ):
             for piece in pieces:
                 incoming.write(piece)

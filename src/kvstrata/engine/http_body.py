@@ -46,14 +46,14 @@ class Bodies:
         return head.length
 
     @contextmanager
-    def received(self, connection: Connection, head: Head, limit: int) -> Iterator[memoryview]:
+    def received(self, connection: Connection, head: Head, limit: int, tenant: str) -> Iterator[memoryview]:
         """The whole body. The view is gone after the block.
 
         Raises Problem (411, 413, 503 when no memory came free in time, 400 for bad chunks), Cut when the body is short.
         """
         size = self.announced(head, limit)
         try:
-            with self._budget.take(size, self._body_s / 2) as view:
+            with self._budget.take(size, self._body_s / 2, tenant) as view:
                 self.allow(connection, size)
                 self.invite(connection, head)
                 if head.chunked:
@@ -73,14 +73,14 @@ class Bodies:
             raise Problem(413, "TooLarge", f"a body of {size} bytes; the server has {self._budget.total}") from None
 
     @contextmanager
-    def pieces(self, connection: Connection, head: Head) -> Iterator[Iterator[memoryview]]:
+    def pieces(self, connection: Connection, head: Head, tenant: str) -> Iterator[Iterator[memoryview]]:
         """The body piece by piece, in one small buffer that is used again for each. For a length that is announced.
 
         Raises Problem 503, and Cut when the body is short.
         """
         size = head.length or 0
         try:
-            with self._budget.take(min(size, PIECE), self._body_s / 2) as view:
+            with self._budget.take(min(size, PIECE), self._body_s / 2, tenant) as view:
                 yield self._read_pieces(connection, head, view, size)
         except Busy as error:
             raise _busy(error) from None
@@ -99,10 +99,10 @@ class Bodies:
             yield part
             part.release()
 
-    def skipped(self, connection: Connection, head: Head, limit: int) -> None:
+    def skipped(self, connection: Connection, head: Head, limit: int, tenant: str) -> None:
         """Read the body and forget it. Raises as `received` does."""
         if head.chunked:
-            with self.received(connection, head, limit):
+            with self.received(connection, head, limit, tenant):
                 return
         size = self.announced(head, limit)
         self.allow(connection, size)

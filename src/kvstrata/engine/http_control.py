@@ -90,7 +90,7 @@ class Control:
         branch = _number(number)
         if self._bodies.announced(request.head, self._max_value) == 0:
             raise Problem(400, "Empty", "a block has at least one byte")
-        with self._bodies.received(request.connection, request.head, self._max_value) as body:
+        with self._bodies.received(request.connection, request.head, self._max_value, request.grant.tenant) as body:
             if not body:
                 raise Problem(400, "Empty", "a block has at least one byte")
             self._engine.branch_put(request.grant.tenant, branch, key, body)

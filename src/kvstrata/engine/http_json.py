@@ -29,7 +29,7 @@ def object_of(request: Request, bodies: Bodies) -> dict[str, Any]:
     kind = request.head.headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
     if kind != b"application/json":
         raise Problem(415, "MediaType", "send Content-Type: application/json")
-    with bodies.received(request.connection, request.head, MAX_JSON) as body, _parsing:
+    with bodies.received(request.connection, request.head, MAX_JSON, request.grant.tenant) as body, _parsing:
         return _fields(body)
 
 

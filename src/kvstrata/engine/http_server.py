@@ -11,6 +11,7 @@ from kvstrata.engine.connection import Connection, Cut, NotYet
 from kvstrata.engine.errors import Corrupt, EngineError
 from kvstrata.engine.http_head import MAX_HEAD, Head, parse
 from kvstrata.engine.http_pages import METRICS, OPEN_PAGES
+from kvstrata.engine.http_places import Places
 from kvstrata.engine.http_reply import JSON, Problem, head_bytes
 from kvstrata.engine.http_request import Request
 from kvstrata.engine.http_routes import Routes
@@ -51,18 +52,24 @@ class _Known:
     grant: Grant
 
 
+class _Crowded(Problem):
+    """The tenant has its part of the threads: the connection is closed at once."""
+
+
 class Http:
     """The protocol. `serve` is what a Listener calls.
 
     Args:
         header_s: seconds from the first byte of a request to the end of its headers.
+        threads: how many may serve at once.
     """
 
-    def __init__(self, routes: Routes, tokens: Tokens, metrics: EngineMetrics, header_s: float) -> None:
+    def __init__(self, routes: Routes, tokens: Tokens, metrics: EngineMetrics, header_s: float, threads: int) -> None:
         self._routes = routes
         self._tokens = tokens
         self._metrics = metrics
         self._header_s = header_s
+        self._places = Places(threads, lambda: tokens.tenants)
 
     def serve(self, connection: Connection) -> bool:
         """Answer what has arrived. True: the connection stays, and waits for more."""
@@ -122,13 +129,22 @@ class Http:
             self._refuse(connection, None, problem)
             return False
         request = Request(connection, head, _NOBODY)
-        op = "none"
+        op, placed = "none", False
         try:
             target = _path(head.target)
             if target not in OPEN_PAGES:
                 request.grant = self._grant(connection, head)
                 if not request.grant.read and target != METRICS:
                     raise Problem(403, "MetricsOnly", "this token is for /metrics alone")
+                placed = self._places.take(request.grant.tenant)
+                if not placed:
+                    raise _Crowded(
+                        503,
+                        "Busy",
+                        "too many requests of this tenant at once",
+                        headers=b"Retry-After: 1\r\n",
+                        close=True,
+                    )
             op, handler, segments = self._routes.find(head.method, target)
             handler(request, *segments)
             keep = self._finish(request)
@@ -147,6 +163,8 @@ class Http:
                 raise  # something has been sent already: only a cut tells the client
             keep = self._refuse(connection, request, Problem(500, "Fault", "the server's log says why", close=True))
         finally:
+            if placed:
+                self._places.leave(request.grant.tenant)
             self._metrics.request(op, request.status, time.perf_counter() - began, head.length or 0, request.sent)
         if keep and connection.buffered:
             connection.until(self._header_s)
@@ -203,7 +221,7 @@ class Http:
             minor, bare = head.minor, head.method == b"HEAD"
         connection.until(_DROP_S)
         connection.send(_problem_bytes(problem, keep=keep, minor=minor, bare=bare))
-        if unread:
+        if unread and not isinstance(problem, _Crowded):  # whose thread is wanted elsewhere
             known = request is not None and request.grant is not _NOBODY
             connection.finish(*(_DROP if known else _DROP_STRANGER))
         return keep

@@ -25,7 +25,7 @@ class Incoming:
         """Waits for memory, and for room on the disk. Busy, TooBig, Full, TooLarge."""
         self._engine, self._tenant, self._key, self._size = engine, tenant, key, size
         # Memory first: who waits for it must not keep room on the disk from others.
-        self._view = held.enter_context(budget.take(min(size, _PIECE), wait_s))
+        self._view = held.enter_context(budget.take(min(size, _PIECE), wait_s, tenant))
         whole = size <= _PIECE  # then equal bytes are found before anything is written
         self._receiving = None if whole else held.enter_context(engine.receive(tenant, key, size))
         self._failed: EngineError | None = None
