@@ -16,6 +16,7 @@ import pytest
 import trustme
 
 from kvstrata.engine.auth import AuthError, Tokens, is_loopback
+from kvstrata.engine.check import CheckError, check
 from tests.engine.process import READER, ROOT, TOKENS, WRITER, EngineProcess, until
 from tests.engine.wire import Wire
 
@@ -296,3 +297,10 @@ def test_a_token_for_some_keys_does_not_retire_those_of_others(guarded: EnginePr
         assert ask(guarded, PART, "PUT", "/kv/version/5") == 403
         assert wire.ask("GET", "/kv/others").status == 200
         assert wire.ask("PUT", "/kv/version/5").status == 200
+
+
+def test_the_check_says_that_it_lacks_the_authority(certified: tuple[EngineProcess, ssl.SSLContext]) -> None:
+    host, port = certified[0].http
+    with pytest.raises(CheckError) as caught:
+        check(f"https://{host}:{port}", "", None)
+    assert "--ca" in caught.value.fix

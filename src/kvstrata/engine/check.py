@@ -218,6 +218,12 @@ def _need(good: bool, text: str) -> None:
 def _stats(client: _Client, url: str) -> dict[str, Any]:
     try:
         status, content, _ = client.ask("GET", "/kv/stats")
+    except ssl.SSLCertVerificationError as error:
+        raise CheckError(
+            f"{url} has a certificate that is not trusted ({error})",
+            "one of a known CA, for that name",
+            "give its CA by --ca",
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise CheckError(
             f"{url} does not answer ({type(error).__name__}: {error})", "a KV engine that serves HTTP there",

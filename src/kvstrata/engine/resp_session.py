@@ -96,7 +96,7 @@ class Session:
         if not grant.read:
             raise Error("NOPERM this token is for /metrics alone")
         if not all(key.startswith(grant.prefix) for key in keys):
-            raise Error(f"NOPERM this token's keys begin with {grant.prefix!r}")
+            raise Error(f"NOPERM this token's keys begin with {grant.prefix.decode()}")
         return grant
 
     def writer(self, *keys: bytes) -> Grant:
