@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,11 +85,8 @@ def rounds(tmp_path: Path, count: int, durability: str) -> None:
             settings(tmp_path / "engine", 48 * MIB, cold_root=tmp_path / "cold", cold_capacity=512 * MIB)
         )
         may = check(engine, may)
-        unique = int(str(engine.stats("a")["unique_blocks"]))
-        # Nothing that a crash cut off stays on a disk.
-        with suppress(AssertionError):
-            until(lambda: len(block_files(tmp_path)) == unique)  # noqa: B023
-        assert len(block_files(tmp_path)) == unique == engine.stats("a")["unique_blocks"]
+        # Nothing that a crash cut off stays on a disk. What was just read comes up from the cold one, a moment twice.
+        until(lambda: len(block_files(tmp_path)) == engine.stats("a")["unique_blocks"])  # noqa: B023
         engine.close()
     assert acknowledged > 10 * count
 
