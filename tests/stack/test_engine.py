@@ -170,7 +170,7 @@ def test_a_second_cache_server_has_what_the_first_one_stored(path_a: Stack) -> N
     source = Path(own_blocks.__file__).read_text().partition("\nif __name__")[0]
     code = source + f"\nprint(json.dumps(chunk_hashes(decode(sys.argv[1]), {CHUNK})))"
     hashes = json.loads(path_a.compose("exec", "-T", "lmcache", "python3", "-c", code, pack(path_a.tokens(text))))
-    model = path_a.guard()["identity"]
+    model = path_a.guards()[0]["identity"]
     keys = [f"{model}@{1 << 24 | 1 << 8:08x}@0@{name}" for name in hashes]
     ask = (
         "import json, select, sys; from kvstrata.doors.l2_remote import KvstrataRemote\n"
