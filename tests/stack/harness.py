@@ -280,8 +280,12 @@ class Stack:
             self.docker("volume", "rm", "-f", *names.split(), check=False)
 
 
-def prompt(name: str, words: int = 900) -> str:
-    """A prompt of about 1.2 tokens a word that no other name, and no other test run, shares a first block with."""
+def prompt(name: str, words: int = 500) -> str:
+    """A prompt of about 1.2 tokens a word that no other name, and no other test run, shares a first block with.
+
+    Of two chunks where no number of words is given: what most tests show needs no more, and a CPU computes 450 tokens
+    a second.
+    """
     seed = hashlib.sha256(f"{_RUN}{name}".encode()).hexdigest()
     text = handbook().split()
     start = random.Random(seed).randrange(0, max(1, len(text) - 50))
