@@ -91,16 +91,8 @@ def test_lmcache_killed_next_answer_is_right_hits_return_and_status_times_them(
         print(f"\ntimed retrieve, as status prints it; {clock.after_restart('lmcache', 1900)}")
 
 
-def test_both_killed_answers_from_disk(stack: Stack) -> None:
-    cold = stack.store(prompt("both-killed"))
-    stack.kill("vllm", "lmcache")
-    stack.start("lmcache", "vllm")
-    stack.wait_ready()
-    warm = stack.ask(prompt("both-killed"))
-    assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
-
-
 def test_vllm_starts_and_answers_while_the_cache_server_is_down(stack: Stack) -> None:
+    """Both are killed, and vLLM comes first. Both coming back together is a phase of each whole proof (test_up.py)."""
     cold = stack.store(prompt("no-cache-at-start"))
     stack.kill("vllm", "lmcache")
     stack.start("vllm")
