@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -129,23 +128,12 @@ def test_status_tells_what_runs(stack: Stack) -> None:
     assert data["guard"]["loaded"] is True and data["transfer"]["mode"] == "shm"
 
 
-@pytest.fixture
-def by_pickle(stack: Stack) -> Iterator[None]:
-    stack.set(KV_TRANSFER_MODE="pickle")
-    yield
-    stack.set(KV_TRANSFER_MODE="auto")
-
-
-def test_pickle_is_seen(stack: Stack, by_pickle: None) -> None:
-    """The slow path that LMCache falls back to in silence."""
-    stack.store(prompt("pickle"))
-    assert stack.transfer()["mode"] == "pickle"
-
-
-def test_two_projects_on_one_host(stack: Stack, tmp_path: Path) -> None:
+def test_two_projects_on_one_host_and_pickle_is_seen(stack: Stack, tmp_path: Path) -> None:
+    """The other one takes the slow path that LMCache falls back to in silence."""
     (tmp_path / "data" / "hook").mkdir(parents=True)
     model = next((stack.root / "data" / "models").iterdir())
-    other = Stack(tmp_path, f"{stack.project}b", KV_LAYERS="nvme,hook", KV_L1_GB="1", MODEL_DIR=str(model))
+    knobs = {"KV_LAYERS": "nvme,hook", "KV_L1_GB": "1", "KV_TRANSFER_MODE": "pickle"}
+    other = Stack(tmp_path, f"{stack.project}b", MODEL_DIR=str(model), **knobs)
     try:
         before = {name: c["Id"] for name, c in stack.containers().items()}
         other.ok("up", "--no-proof")
@@ -154,7 +142,9 @@ def test_two_projects_on_one_host(stack: Stack, tmp_path: Path) -> None:
         assert {name: c["Id"] for name, c in stack.containers().items()} == before
         assert stack.ask(prompt("two")).lmcache == 0, "projects share blocks"
         other.drop_l0()
-        assert other.ask(prompt("two")).lmcache == chunks(cold.prompt_tokens)
+        warm = other.ask(prompt("two"))
+        assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
+        assert other.transfer()["mode"] == "pickle"
     finally:
         other.close()
     assert stack.healthy()
