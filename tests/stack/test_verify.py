@@ -24,15 +24,6 @@ def at(phase: str, action: Callable[[], None]) -> Callable[[str], None]:
     return lambda name: action() if name == phase else None
 
 
-def test_an_untouched_stack_passes_live_and_verify_removes_its_own_blocks(stack: Stack) -> None:
-    stack.wait_stored()
-    before = {p.name for p in stack.blocks()}
-    report = prove(stack, live=True)
-    assert report.passed, report.all_failures
-    stack.wait_stored()
-    assert {p.name for p in stack.blocks()} == before
-
-
 def test_random_bytes_on_disk_give_equal_text_and_are_stored_again(stack: Stack) -> None:
     """What was damaged is refused, counted and computed again; the phase then hits what was stored again."""
 
