@@ -149,7 +149,7 @@ def test_locks_of_loads_that_were_dropped_are_freed_when_lmcache_is_back(stack: 
         jobs = next(find_all(status, "active_prefetch_jobs"))
         return int(status["storage_manager"]["l1_manager"]["read_locked_count"]), int(jobs)
 
-    prompts = [prompt(f"locks-{n}", 700) for n in range(6)]
+    prompts = [prompt(f"locks-{n}") for n in range(4)]
     cold = [stack.store(p).text for p in prompts]
     stack.drop_l0()
     wait_until(lambda: held() == (0, 0), 330, "nothing is locked before")
