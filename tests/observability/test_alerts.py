@@ -51,13 +51,13 @@ def cut_off(watched: Watched, recorder: Recorder) -> None:
 
 def new_prompts(watched: Watched, recorder: Recorder) -> list[str]:
     """Nothing but new prompts, and a store too small for them; then old ones. Returns the newest."""
-    asked = [prompt("hit before")]
+    asked = [prompt("hit before", 900)]
     watched.store(asked[0])
     watched.drop_l0()
     watched.ask(asked[0])
 
     def one_more(number: int) -> None:
-        asked.append(prompt(f"new {number}"))
+        asked.append(prompt(f"new {number}", 900))
         watched.ask(asked[-1], tokens=1)
 
     with recorder.story(*NEW_PROMPTS) as until_they_fire, load(one_more):

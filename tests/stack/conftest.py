@@ -21,7 +21,7 @@ KEEP = "KVSTRATA_KEEP_STACK"
 _REPORT: dict[str, str] = {}
 HERE = Path(__file__).parent
 #: Fixtures that write settings with which vLLM or its cache server is another one.
-OWN_SETTINGS = ("path_a", "tight", "own_model", "by_pickle", "small_steps", "without_guard")
+OWN_SETTINGS = ("path_a", "tight", "own_model", "small_steps", "without_guard")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -56,10 +56,11 @@ def tight(stack: Stack) -> Iterator[None]:
         stack.set(KV_L1_GB="1")
 
 
-def fill(stack: Stack, turn: int) -> None:
-    """Store until nearly every page of the pool was written."""
+def fill(stack: Stack) -> None:
+    """Store, or load from disk what an earlier turn stored, until nearly every page of the pool was written."""
+    stack.drop_l0()
     for number in range(8):
-        stack.store(prompt(f"fill-{turn}-{number}", 2200), tokens=1)
+        stack.store(prompt(f"fill-{number}", 2200), tokens=1)
         if look(stack)[1] >= 0.75 * L1:
             return
     raise AssertionError(f"L1 does not fill: {look(stack)[1]} of {L1} bytes")
@@ -69,7 +70,7 @@ def test_shared_memory_stays_when_lmcache_restarts_with_a_full_l1(stack: Stack, 
     """Three times: a pool that vLLM kept mapped would be in the way of the third."""
     cold = stack.store(prompt("full-l1"))
     for turn, how in enumerate(("restart", "KILL", "KILL")):
-        fill(stack, turn)
+        fill(stack)
         if how == "KILL":
             stack.kill("lmcache")
             stack.start("lmcache")

@@ -31,10 +31,10 @@ class Clock:
     before: float = math.nan
 
     def per_token(self, words: int) -> float:
-        """Milliseconds for 1000 tokens, the best of three; each number of words is another number of chunks."""
+        """Milliseconds for 1000 tokens, of several rounds the best of three; other words are other chunks in number."""
         cold = self.stack.store(prompt("timed", words))
         best = math.inf
-        for _ in range(3):
+        for _ in range(min(ROUNDS, 3)):
             self.stack.drop_l0()
             warm = self.stack.ask(prompt("timed", words))
             assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
@@ -53,7 +53,7 @@ class Clock:
 def clock(stack: Stack) -> Clock:
     stack.settle()
     made = Clock(stack)
-    made.before = made.per_token(1300)
+    made.before = made.per_token(700)
     return made
 
 
@@ -68,7 +68,7 @@ def test_vllm_killed_answers_from_ram_and_status_times_it(
     assert warm.text == cold.text
     assert warm.lmcache == chunks(cold.prompt_tokens) and warm.l0 == 0
     with capsys.disabled():
-        print(f"\ntimed retrieve, as status prints it; {clock.after_restart('vllm', 1600)}")
+        print(f"\ntimed retrieve, as status prints it; {clock.after_restart('vllm', 1000)}")
 
 
 def test_lmcache_killed_next_answer_is_right_hits_return_and_status_times_them(
@@ -88,19 +88,11 @@ def test_lmcache_killed_next_answer_is_right_hits_return_and_status_times_them(
     assert after.text == cold.text and after.lmcache == chunks(cold.prompt_tokens)
     assert stack.containers()["vllm"]["State"]["StartedAt"] == vllm_before
     with capsys.disabled():
-        print(f"\ntimed retrieve, as status prints it; {clock.after_restart('lmcache', 1900)}")
-
-
-def test_both_killed_answers_from_disk(stack: Stack) -> None:
-    cold = stack.store(prompt("both-killed"))
-    stack.kill("vllm", "lmcache")
-    stack.start("lmcache", "vllm")
-    stack.wait_ready()
-    warm = stack.ask(prompt("both-killed"))
-    assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
+        print(f"\ntimed retrieve, as status prints it; {clock.after_restart('lmcache', 1300)}")
 
 
 def test_vllm_starts_and_answers_while_the_cache_server_is_down(stack: Stack) -> None:
+    """Both are killed, and vLLM comes first. Both coming back together is a phase of each whole proof (test_up.py)."""
     cold = stack.store(prompt("no-cache-at-start"))
     stack.kill("vllm", "lmcache")
     stack.start("vllm")
@@ -157,7 +149,7 @@ def test_locks_of_loads_that_were_dropped_are_freed_when_lmcache_is_back(stack: 
         jobs = next(find_all(status, "active_prefetch_jobs"))
         return int(status["storage_manager"]["l1_manager"]["read_locked_count"]), int(jobs)
 
-    prompts = [prompt(f"locks-{n}", 700) for n in range(6)]
+    prompts = [prompt(f"locks-{n}") for n in range(4)]
     cold = [stack.store(p).text for p in prompts]
     stack.drop_l0()
     wait_until(lambda: held() == (0, 0), 330, "nothing is locked before")
@@ -216,33 +208,40 @@ def leave_after(stack: Stack, text: str, seconds: float) -> None:
                 return
 
 
-def test_sixteen_requests_at_once_with_a_small_l1(stack: Stack) -> None:
-    """The working set is larger than L1 (KV_L1_GB=1), pairs share a prefix: each answer equals the one given alone."""
+def test_sixteen_requests_at_once_with_a_small_l1_and_a_busy_server_that_is_not_called_dead(stack: Stack) -> None:
+    """Pairs share a prefix, L1 is small (KV_L1_GB=1) and full of other prompts: each answer equals the one given alone.
+
+    Computed at once first, a storm of stores, then loaded at once. Heartbeats go through it: the guard must not flip.
+    """
     prompts = [prompt(f"crowd-{n // 2}", 1100) + f" Variant {n % 2}." for n in range(16)]
-    alone = [stack.ask(p, 8) for p in prompts]
-    for _ in range(2):
+    with watching(stack) as healthy:
+        computed = stack.ask_all(prompts, 8)
         stack.drop_l0()
-        together = stack.ask_all(prompts, 8)
+        alone = [stack.ask(p, 8) for p in prompts]
+        stack.drop_l0()
+        loaded = stack.ask_all(prompts, 8)
+    for together in (computed, loaded):
         assert [a.status for a in together] == [200] * 16
         assert [a.text for a in together] == [a.text for a in alone]
     assert stack.healthy()
+    assert healthy and all(healthy)
 
 
-def test_the_server_is_not_called_dead_while_it_is_busy(stack: Stack) -> None:
-    """Heartbeats during a storm of stores: the guard must not flip."""
-    flips: list[bool] = []
+@contextlib.contextmanager
+def watching(stack: Stack) -> Iterator[list[bool]]:
+    """Whether the guard calls the cache server healthy, each second."""
+    seen: list[bool] = []
     stop = threading.Event()
 
     def watch() -> None:
         while not stop.is_set():
-            flips.append(stack.cache_healthy())
-            time.sleep(1)
+            seen.append(stack.cache_healthy())
+            stop.wait(1)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        stack.ask_all([prompt(f"storm-{n}", 1500) for n in range(12)], 2)
+        yield seen
     finally:
         stop.set()
         watcher.join()
-    assert flips and all(flips)

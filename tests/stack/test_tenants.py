@@ -70,7 +70,7 @@ def test_skip_save_stores_nothing(stack: Stack) -> None:
 def test_a_prompt_that_ends_near_a_chunk_boundary(stack: Stack, extra: int) -> None:
     """n % 256 == 0 and its neighbours: vLLM recomputes at least one token, the text stays the same."""
     ids = stack.client.post(
-        stack.url + "/tokenize", json={"model": stack.model(), "prompt": prompt(f"edge-{extra}")}
+        stack.url + "/tokenize", json={"model": stack.model(), "prompt": prompt(f"edge-{extra}", 700)}
     ).json()
     tokens = ids["tokens"][: 512 + extra]
     cold = stack.store(tokens)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +41,9 @@ def test_the_first_up_ends_with_the_proof(stack: Stack, up_output: dict[str, str
 
 
 def test_a_second_up_changes_nothing_and_disturbs_nobody(stack: Stack) -> None:
+    """Nor does it go through a proxy that answers nothing, or leave blocks of its proof behind."""
+    dead = "http://127.0.0.1:9"
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"), dead)
     files = [stack.root / ".env", stack.root / "data" / "secrets" / "salt_key"]
 
     def snapshot() -> tuple[object, ...]:
@@ -66,19 +68,23 @@ def test_a_second_up_changes_nothing_and_disturbs_nobody(stack: Stack) -> None:
             asked[0] += 1
             stop.wait(0.2)
 
+    stack.wait_stored()
+    blocks = {path.name for path in stack.blocks()}
     model, before = stack.model(), snapshot()
     thread = threading.Thread(target=client)
     thread.start()
     started = time.monotonic()
     try:
-        output = stack.ok("up")
+        output = stack.ok("up", **proxies, NO_PROXY="", no_proxy="")
     finally:
         stop.set()
         thread.join()
     assert time.monotonic() - started < 300  # a hang, not a timing: the figure is in the README
     assert snapshot() == before
     assert not failures and asked[0] > 10
-    assert "live" in output and last_report(stack)["passed"] is True
+    assert "live" in output and "proof passed" in output and last_report(stack)["passed"] is True
+    stack.wait_stored()
+    assert {path.name for path in stack.blocks()} == blocks
 
 
 def test_plain_docker_compose_works_from_the_root(stack: Stack) -> None:
@@ -129,23 +135,12 @@ def test_status_tells_what_runs(stack: Stack) -> None:
     assert data["guard"]["loaded"] is True and data["transfer"]["mode"] == "shm"
 
 
-@pytest.fixture
-def by_pickle(stack: Stack) -> Iterator[None]:
-    stack.set(KV_TRANSFER_MODE="pickle")
-    yield
-    stack.set(KV_TRANSFER_MODE="auto")
-
-
-def test_pickle_is_seen(stack: Stack, by_pickle: None) -> None:
-    """The slow path that LMCache falls back to in silence."""
-    stack.store(prompt("pickle"))
-    assert stack.transfer()["mode"] == "pickle"
-
-
-def test_two_projects_on_one_host(stack: Stack, tmp_path: Path) -> None:
+def test_two_projects_on_one_host_and_pickle_is_seen(stack: Stack, tmp_path: Path) -> None:
+    """The other one takes the slow path that LMCache falls back to in silence."""
     (tmp_path / "data" / "hook").mkdir(parents=True)
     model = next((stack.root / "data" / "models").iterdir())
-    other = Stack(tmp_path, f"{stack.project}b", KV_LAYERS="nvme,hook", KV_L1_GB="1", MODEL_DIR=str(model))
+    knobs = {"KV_LAYERS": "nvme,hook", "KV_L1_GB": "1", "KV_TRANSFER_MODE": "pickle"}
+    other = Stack(tmp_path, f"{stack.project}b", MODEL_DIR=str(model), **knobs)
     try:
         before = {name: c["Id"] for name, c in stack.containers().items()}
         other.ok("up", "--no-proof")
@@ -154,7 +149,9 @@ def test_two_projects_on_one_host(stack: Stack, tmp_path: Path) -> None:
         assert {name: c["Id"] for name, c in stack.containers().items()} == before
         assert stack.ask(prompt("two")).lmcache == 0, "projects share blocks"
         other.drop_l0()
-        assert other.ask(prompt("two")).lmcache == chunks(cold.prompt_tokens)
+        warm = other.ask(prompt("two"))
+        assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
+        assert other.transfer()["mode"] == "pickle"
     finally:
         other.close()
     assert stack.healthy()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from kvstrata.deploy import settings
 from kvstrata.deploy.errors import KvError
 from kvstrata.proof import verify
+from kvstrata.proof.checks import read_guard
+from kvstrata.proof.client import LmcacheClient, VllmClient
+from kvstrata.proof.docker_control import running_stack
+from kvstrata.proof.phases import Prover
 from kvstrata.proof.report import Report
 from tests.stack.harness import Stack, prompt
 
@@ -24,28 +29,41 @@ def at(phase: str, action: Callable[[], None]) -> Callable[[str], None]:
     return lambda name: action() if name == phase else None
 
 
-def test_an_untouched_stack_passes_live_and_verify_removes_its_own_blocks(stack: Stack) -> None:
-    stack.wait_stored()
-    before = {p.name for p in stack.blocks()}
-    report = prove(stack, live=True)
-    assert report.passed, report.all_failures
-    stack.wait_stored()
-    assert {p.name for p in stack.blocks()} == before
-
-
 def test_random_bytes_on_disk_give_equal_text_and_are_stored_again(stack: Stack) -> None:
-    """What was damaged is refused, counted and computed again; the phase then hits what was stored again."""
+    """What was damaged is refused, counted and computed again; the phase then hits what was stored again.
 
-    def damage() -> None:
+    The last phase of the whole proof alone: the others do not meet the damage (tests/unit/test_proof_verify.py).
+    """
+    with prover(stack) as proof:
+        text = proof.prompt(proof.length(900))
+        cold = proof.phase("cold", text, "none", None)
+        proof.wait_stored("restart_both", text)
+        proof.restart("lmcache")
+        stack.drop_l0()
         for path in stack.blocks():
             with path.open("r+b") as file:
                 file.write(os.urandom(path.stat().st_size))
-
-    report = prove(stack, before=at("restart_both", damage))
-    assert report.passed, report.all_failures
-    assert all(phase.equal for phase in report.phases)
-    assert any("damaged blocks on disk were refused" in note for note in report.notes)
+        proof.from_disk("restart_both", text, cold)
+        proof.clean_up()
+    assert [phase.name for phase in proof.phases] == ["cold", "restart_both"]
+    assert all(phase.equal and not phase.problems for phase in proof.phases), proof.phases
+    assert any("damaged blocks on disk were refused" in note for note in proof.notes)
     assert stack.metric("kvstrata_store_corrupt_total") > 0
+
+
+@contextmanager
+def prover(stack: Stack) -> Iterator[Prover]:
+    """The steps of the proof, one by one."""
+    target = running_stack(settings.load(stack.root, environ={}), stack.root)
+    vllm, lmcache = VllmClient(target.vllm_url), LmcacheClient(target.lmcache_url)
+    try:
+        yield Prover(
+            target, vllm, lmcache, vllm.facts(), read_guard(target.control), answer_tokens=12, counted=False,
+            retry_counted=False, before=None,
+        )  # fmt: skip
+    finally:
+        vllm.close()
+        lmcache.close()
 
 
 def test_an_emptied_l2_fails_the_phase_that_reads_it(stack: Stack) -> None:

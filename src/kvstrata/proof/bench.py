@@ -1,8 +1,9 @@
 """TTFT of every tier at several prompt lengths, in one run: `kvstrata bench`.
 
-One restart serves all prompts: all of them go cold and then warm (L0); vLLM is killed once and all are read from L1;
-both servers are killed once and all are read from L2; at last vLLM runs once without the connector, for the connector's
-own cost on fresh prompts. A sample counts only if its hits came from the tier that it stands for, in full.
+One restart serves all prompts: all of them go cold and then warm (L0); vLLM runs once without the connector, for the
+connector's own cost on fresh prompts; the vLLM that follows it reads all from L1, as nothing of the first is left; both
+servers are killed once and all are read from L2. A sample counts only if its hits came from the tier that it stands
+for, in full.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Asked:
 def measure(
     target: Target, lengths: Sequence[int], repeats: int, plain: Plain | None, say: Callable[[str], None]
 ) -> BenchReport:
-    """The run itself. `plain` None leaves the plain vLLM columns out. `say` gets a line of progress."""
+    """The run itself. `plain` None leaves the plain vLLM columns out: vLLM is killed then. `say` gets progress."""
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     vllm, lmcache = VllmClient(target.vllm_url, timeout_s=900), LmcacheClient(target.lmcache_url)
     facts, guard = vllm.facts(), read_guard(target.control)
@@ -91,21 +92,24 @@ def measure(
             warm = tiers.add("l0", size, prompt, "l0", cold if guard.exact_text else None)
             asked.append(_Asked(size, prompt, cold if guard.exact_text else warm))
         prover.wait_stored("l1", *(one.prompt for one in asked))
-        restarts: tuple[tuple[Source, tuple[str, ...]], ...] = (("l1", ("vllm",)), ("l2", ("lmcache", "vllm")))
-        for tier, services in restarts:
-            say(f"kill {' and '.join(services)}, then {tier.upper()}")
-            prover.restart(*services)
-            for one in asked:
-                tiers.add(tier, one.size, one.prompt, tier, one.yardstick)
+        if plain is None:
+            say("kill vllm, then L1")
+            prover.restart("vllm")
+        else:
+            say("vLLM without the connector")
+            with plain():
+                _measure_plain(vllm, prover, sizes, repeats, tiers)
+            say("vLLM with the connector again, then L1")
+            prover.wait_back()
+        tiers.add_all("l1", asked)
+        say("kill lmcache and vllm, then L2")
+        prover.restart("lmcache", "vllm")
+        tiers.add_all("l2", asked)
     except StoresStuck as stuck:
         prover.notes.append(str(stuck))
     finally:
         prover.restore()
         prover.clean_up()
-    if plain is not None:
-        say("vLLM without the connector")
-        with plain():
-            _measure_plain(vllm, prover, sizes, repeats, tiers)
     vllm.close()
     lmcache.close()
     return BenchReport(
@@ -134,6 +138,11 @@ class _Tiers:
         else:
             self.keep(tier, size, phase.ttft_s)
         return answer
+
+    def add_all(self, tier: Source, asked: Sequence[_Asked]) -> None:
+        """Every prompt of the run again, out of `tier`."""
+        for one in asked:
+            self.add(tier, one.size, one.prompt, tier, one.yardstick)
 
     def keep(self, tier: str, size: int, ttft_s: float) -> None:
         self._samples[size][tier].append(ttft_s)

@@ -189,11 +189,16 @@ class Prover:
 
     def restart(self, *services: str) -> None:
         """SIGKILL at once, start again, and return when requests are served and LMCache is asked again."""
-        control, limit = self._target.control, self._target.wait_timeout_s
+        control = self._target.control
         self.at = "restart_both" if len(services) > 1 else f"restart_{services[0]}"
         self._down |= set(services)
         control.kill(services)
         control.start(services)
+        self.wait_back()
+
+    def wait_back(self) -> None:
+        """Until requests are served and LMCache is asked again, after whatever restarted one of them."""
+        limit = self._target.wait_timeout_s
         wait_until(self._lmcache.healthy, "lmcache healthy", limit)
         wait_until(self._vllm.healthy, "vllm healthy", limit)
         self._down.clear()

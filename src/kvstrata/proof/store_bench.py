@@ -83,7 +83,7 @@ def options(settings: Settings, root: Path, work: Path, *, quick: bool, seed: in
     return Options(
         folder=str(work), blocks=blocks, threads=(1, 2) if quick else (1, 2, 4, 8, 16), rounds=1 if quick else 5,
         seed=seed, allow_fs=",".join(settings.cache_allow_fs), model=str(path or ""),
-        chunk=settings.chunk_size, pages=0 if quick else 4,
+        chunk=settings.chunk_size, kv_chunks=1 if quick else 8, pages=0 if quick else 4,
     )  # fmt: skip
 
 

@@ -26,7 +26,10 @@ OURS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Options:
-    """`blocks`: how many buffers of each size in MiB; `pages`: GB to write for the page-cache question, 0 = none."""
+    """`blocks`: how many buffers of each size in MiB; `pages`: GB to write for the page-cache question, 0 = none.
+
+    `kv_chunks`: chunks of real KV that codecs work on; 8 are 2048 tokens, 47 MB of the demo model's in bf16.
+    """
 
     folder: str
     blocks: dict[int, int]
@@ -36,6 +39,7 @@ class Options:
     allow_fs: str = ""
     model: str = ""
     chunk: int = 256
+    kv_chunks: int = 8
     phases: tuple[str, ...] = ("rows", "codecs", "prefetch")
     only: tuple[str, ...] = ()
     pages: int = 0

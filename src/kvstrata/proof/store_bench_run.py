@@ -29,10 +29,6 @@ from kvstrata.proof.store_bench_rows import LMCACHE_FS, Row, table
 __all__ = ["measure"]
 
 
-#: Chunks of real KV that codecs work on: 2048 tokens, 47 MB of the demo model's in bf16.
-_KV_CHUNKS = 8
-
-
 @dataclass
 class _Result:
     machine: dict[str, Any]
@@ -86,7 +82,7 @@ def _kv(options: Options, result: _Result) -> dict[str, list[bytes]]:
         result.notes.append("no model folder: codecs were not measured on real KV")
         return {}
     try:
-        return codecs.real_kv(Path(options.model), options.chunk, _KV_CHUNKS)
+        return codecs.real_kv(Path(options.model), options.chunk, options.kv_chunks)
     except (ImportError, OSError) as error:
         result.notes.append(f"no real KV, so no codecs: {type(error).__name__}: {error}"[:300])
         return {}
