@@ -81,25 +81,24 @@ def ids(stack: Stack) -> dict[str, str]:
     return {name: str(found["Id"]) for name, found in stack.containers().items()}
 
 
-def prove(stack: Stack, file: Path, *args: str, reads: tuple[str, ...]) -> None:
-    """The proof passes, and the hits of the phases that `reads` names come from the engine."""
+def prove(stack: Stack, file: Path) -> None:
+    """The whole proof passes, and what is hit after both were killed comes from the engine."""
     before = stats(stack)["get_hits"]
-    stack.ok("verify", "--json", str(file), *args)
+    stack.ok("verify", "--json", str(file))
     report = json.loads(file.read_text())
-    phases = [phase for phase in report["phases"] if phase["name"] in reads]
-    assert report["passed"] and report["l2"] == "engine" and len(phases) == len(reads)
-    assert all(phase["source"] == "l2" and phase["hit_tokens"] >= 2 * CHUNK for phase in phases)
-    assert stats(stack)["get_hits"] - before >= sum(phase["hit_tokens"] for phase in phases) // CHUNK
+    both = next(phase for phase in report["phases"] if phase["name"] == "restart_both")
+    assert report["passed"] and report["l2"] == "engine" and both["source"] == "l2"
+    assert both["hit_tokens"] >= 2 * CHUNK
+    assert stats(stack)["get_hits"] - before >= 2 * both["hit_tokens"] // CHUNK, "restart_lmcache and restart_both"
 
 
 def test_the_proof_passes_on_path_a(path_a: Stack, tmp_path: Path) -> None:
-    prove(path_a, tmp_path / "report.json", reads=("restart_lmcache", "restart_both"))
+    prove(path_a, tmp_path / "report.json")
 
 
 def test_a_switch_recreates_lmcache_alone_and_says_that_hits_begin_at_nothing_and_the_proof_passes_on_path_b(
     path_a: Stack, tmp_path: Path
 ) -> None:
-    """The proof restarts nothing here: a kill of vLLM is the same on both paths, one of lmcache is made by hand."""
     text = prompt("switched")
     cold = store(path_a, text)
     before = ids(path_a)
@@ -112,16 +111,9 @@ def test_a_switch_recreates_lmcache_alone_and_says_that_hits_begin_at_nothing_an
         again = path_a.ask(text)
         assert again.text == cold.text and again.lmcache == 0, "path A's blocks are not path B's"
         assert "NOT checked from end to end" in path_a.cli("status").stdout
-        prove(path_a, tmp_path / "report.json", "--live", reads=("live_l2",))
-        stored(path_a)
-        path_a.kill("lmcache")
-        path_a.start("lmcache")
-        path_a.wait_ready()
-        path_a.drop_l0()
-        again = path_a.ask(text)
-        assert again.text == cold.text and again.lmcache == chunks(cold.prompt_tokens), "what it stored before the kill"
+        prove(path_a, tmp_path / "report.json")
     finally:
-        switch(path_a, "engine,path-a")
+        said = switch(path_a, "engine,path-a")
     path_a.drop_l0()
     warm = path_a.ask(text)
     assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens), "and they are used after the way back"
