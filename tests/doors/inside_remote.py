@@ -40,9 +40,12 @@ class Remote(Server):
         return [self.engine.call("HEAD", self.path(key))[0] == 200 for key in keys]
 
     @staticmethod
-    def path(name: Any) -> str:
-        key = f"{name.model_name}@{name.kv_rank:08x}@{name.object_group_id:x}@{name.chunk_hash.hex()}"
-        return f"/kv/{key_path(f'{key}@{name.cache_salt}' if name.cache_salt else key)}"
+    def name(key: Any) -> str:
+        name = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}@{key.chunk_hash.hex()}"
+        return f"{name}@{key.cache_salt}" if key.cache_salt else name
+
+    def path(self, key: Any) -> str:
+        return f"/kv/{key_path(self.name(key))}"
 
     def put(self, keys: list[Any]) -> None:
         """Write to L1 and wait until the engine has it."""

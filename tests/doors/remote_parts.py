@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -40,10 +41,12 @@ def name(number: object, salt: str = "") -> str:
 
 
 class Process:
-    """A server of /kv. `restart` keeps port and data."""
+    """A server of /kv. A second `start` keeps port and data. `context`: of https, for `call`."""
 
-    def __init__(self, argv: Sequence[str], env: dict[str, str], port: int, log: Path) -> None:
-        self.argv, self.env, self.port, self._log = list(argv), env, port, log
+    def __init__(
+        self, argv: Sequence[str], env: dict[str, str], port: int, log: Path, context: ssl.SSLContext | None = None
+    ) -> None:
+        self.argv, self.env, self.port, self._log, self.context = list(argv), env, port, log, context
         self.start()
 
     def start(self) -> None:
@@ -62,7 +65,11 @@ class Process:
         self.process.wait()
 
     def call(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = (
+            http.client.HTTPSConnection("127.0.0.1", self.port, timeout=10, context=self.context)
+            if self.context
+            else http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        )
         connection.request(method, path, body or None, {"Authorization": f"Bearer {TOKEN}"})
         answer = connection.getresponse()
         return answer.status, answer.read()
@@ -84,8 +91,8 @@ def epistemic(folder: Path, backend: str) -> Process:
     return Process([binary], env, port, folder / "log")
 
 
-def ours(folder: Path, source: str) -> Process:
-    """`python -m kvstrata.engine` of the tree at `source`, with one token."""
+def ours(folder: Path, source: str, context: ssl.SSLContext | None = None, **settings: str) -> Process:
+    """`python -m kvstrata.engine` of the tree at `source`, with one token and `settings`."""
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     tokens = folder / "tokens"
@@ -95,8 +102,9 @@ def ours(folder: Path, source: str) -> Process:
         "PYTHONPATH": source, "KV_ENGINE_ROOT": str(folder / "data"), "KV_ENGINE_HTTP": f"127.0.0.1:{port}",
         "KV_ENGINE_CAPACITY_BYTES": str(256 << 20), "KV_ENGINE_FREE_FLOOR_BYTES": "1",
         "KV_ENGINE_TOKENS_FILE": str(tokens), "KV_CACHE_ALLOW_FS": "tmpfs overlay fuse",
+        **settings,
     }  # fmt: skip
-    return Process([sys.executable, "-m", "kvstrata.engine"], env, port, folder / "log")
+    return Process([sys.executable, "-m", "kvstrata.engine"], env, port, folder / "log", context)
 
 
 class Wire:

@@ -189,6 +189,10 @@ def test_path_b_gives_the_password_by_the_environment_of_the_server_alone(tmp_pa
     [
         ({"KV_L2": "remote"}, "KV_REMOTE_URL"),
         ({"KV_L2": "remote", "KV_REMOTE_URL": "http://e:1", "KV_REMOTE_TOKEN_FILE": "/nowhere"}, "token file /nowhere"),
+        (
+            {"KV_L2": "remote", "KV_REMOTE_URL": "https://e:1", "KV_REMOTE_CA_FILE": "/nowhere.pem"},
+            "CA file /nowhere.pem: No such file",
+        ),
         ({"KV_L2": "resp"}, "KV_RESP_HOST"),
         ({"KV_L2": "other"}, "needed store, remote, resp or nothing"),
     ],

@@ -168,13 +168,17 @@ def _ours(folder: Path) -> bool:
 
 
 def ensure_secrets(settings: Settings) -> list[Path]:
-    """Create the secrets that are not there yet, 0600, never overwriting one. Files that were created.
+    """Create the secrets that are not there yet, 0600, never overwriting one. Files that were created or changed.
 
     salt_key: 32 random bytes in hex, the key of the digest of tenants' cache salts; without it salted blocks are lost.
-    The KV engine's token and what goes with it: kv_engine.secret_files.
+    The KV engine's token and what goes with it: kv_engine.secret_files, and kv_engine.copies, which follow .env.
     """
     ensure_data(settings)
     created = [path for path, make in kv_engine.secret_files(settings).items() if _ensure_secret(path, make, settings)]
+    for path, text in kv_engine.copies(settings).items():
+        if not path.exists() or path.read_text(encoding="utf-8", errors="replace") != text:
+            _write_secret(path, text, settings)
+            created.append(path)
     path = settings.secrets_dir / "salt_key"
     if path.exists():
         if not path.read_text(encoding="ascii", errors="replace").strip():
@@ -188,12 +192,16 @@ def ensure_secrets(settings: Settings) -> list[Path]:
 def _ensure_secret(path: Path, make: Callable[[], str], settings: Settings) -> bool:
     if path.exists():
         return False
+    _write_secret(path, make(), settings)
+    return True
+
+
+def _write_secret(path: Path, text: str, settings: Settings) -> None:
     if not path.parent.exists():
         path.parent.mkdir(mode=0o700)
         _own(path.parent, settings)
-    _replace(path, make(), mode=0o600)
+    _replace(path, text, mode=0o600)
     _own(path, settings)
-    return True
 
 
 def lost_salt_key(settings: Settings) -> str:

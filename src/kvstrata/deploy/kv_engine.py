@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,7 +17,9 @@ __all__ = [
     "SERVER",
     "STORAGE",
     "check",
+    "check_ca",
     "client_dir",
+    "copies",
     "managed",
     "secret_files",
     "server_dir",
@@ -44,6 +47,7 @@ def check(settings: Settings) -> None:
     """Raise KvError for a path that leads nowhere, or to two places."""
     if not settings.persist:
         return
+    check_ca(settings)
     for layer, knob, url, example in (
         ("path-a", "KV_ENGINE_URL", settings.engine_url, "https://kv.example.com:9130"),
         ("path-b", "KV_RESP_URL", settings.resp_url, "redis://redis.example.com:6379"),
@@ -56,6 +60,20 @@ def check(settings: Settings) -> None:
         if not settings.has_engine and not url:
             raise KvError(f"layer {layer}, and no engine to reach", f"an engine here, or {knob}",
                           f"KV_LAYERS=engine,{layer} in .env; or {knob}={example}")  # fmt: skip
+
+
+def check_ca(settings: Settings) -> None:
+    """Raise KvError for a KV_ENGINE_CA that the cache server could not check an https engine with."""
+    file = settings.engine_ca
+    if file is None or "path-a" not in settings.layers or not settings.persist:
+        return
+    try:
+        ssl.create_default_context(cafile=file)
+        file.read_bytes()
+    except OSError as error:  # ssl.SSLError is one
+        why = "no certificate in it" if isinstance(error, ssl.SSLError) else error.strerror
+        raise KvError(f"KV_ENGINE_CA={file}: {why}", "a file with the CA's certificate as PEM, which you can read",
+                      "mend KV_ENGINE_CA in .env, or leave it blank for the CAs of the system") from None  # fmt: skip
 
 
 def managed(settings: Settings) -> Mapping[str, str]:
@@ -95,11 +113,18 @@ def secret_files(settings: Settings) -> Mapping[Path, Callable[[], str]]:
         found[client / "token"] = lambda: "" if settings.engine_url else secrets.token_urlsafe(32) + "\n"
     if settings.has_engine:
         found[server / "tokens"] = lambda: _tokens((client / "token").read_text(encoding="ascii").strip())
-    if "path-a" in settings.layers:
-        found[client / "ca.pem"] = lambda: settings.engine_ca.read_text() if settings.engine_ca else ""
     if settings.resp_url and "path-b" in settings.layers:
         found[client / "resp_password"] = lambda: ""
     return found if settings.persist else {}
+
+
+def copies(settings: Settings) -> Mapping[Path, str]:
+    """What lies beside the secrets and follows a setting: the CA, nothing in it where the system's are meant."""
+    if "path-a" not in settings.layers or not settings.persist:
+        return {}
+    file = settings.engine_ca
+    text = file.read_text(encoding="utf-8", errors="replace") if file else ""
+    return {client_dir(settings) / "ca.pem": text}
 
 
 def _tokens(token: str) -> str:

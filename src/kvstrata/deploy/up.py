@@ -52,6 +52,7 @@ def prepare(root: Path, steps: Steps, *, plain: bool = False) -> Settings:
 
     current = load()  # a bad .env is refused before anything is installed
     envfile.check_data(current)
+    kv_engine.check_ca(current)
     found = engine.ensure(current.install_engine, steps)
     with steps.step("Settings") as step:
         created = envfile.ensure(root, rootless=engine.rootless())

@@ -191,8 +191,8 @@ class KvstrataRemote:
                 self._metrics.faults.labels(str(down)).inc()
                 closed_while_idle = stale and not down.timed_out and not last
                 if not closed_while_idle:
-                    self._breaker.failure(str(down), at_once=down.timed_out)
-                if last or late or down.timed_out:
+                    self._breaker.failure(down.said, at_once=down.timed_out or down.lasting)
+                if last or late or down.timed_out or down.lasting:
                     break
             except Refused as refused:
                 self._metrics.faults.labels(f"status {refused}").inc()
@@ -285,7 +285,7 @@ class KvstrataRemote:
         try:
             self._probe_wire.exists(_PROBE_KEY, time.monotonic() + min(_PROBE_S, self._settings.deadline_s))
         except (Down, Refused) as error:
-            return f"status {error}" if isinstance(error, Refused) else str(error)
+            return f"status {error}" if isinstance(error, Refused) else error.said
         return ""
 
 

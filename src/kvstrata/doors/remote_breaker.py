@@ -48,6 +48,9 @@ class Breaker:
             self._why = why or "unknown"
             self._thread = threading.Thread(target=self._watch, name="kvstrata-remote-probe", daemon=True)
             self._thread.start()
+        self._say(why)
+
+    def _say(self, why: str) -> None:
         logger.warning("kvstrata: the engine at %s is not asked until it answers again: %s", self._where, why)
 
     def close(self) -> None:
@@ -67,5 +70,7 @@ class Breaker:
                     self._why, self._failures, self._thread = "", 0, None
                 logger.warning("kvstrata: the engine at %s answers again", self._where)
                 return
+            if why != self._why:
+                self._say(why)
             self._why = why
             pause = min(2 * pause, _LONGEST_PAUSE_S)

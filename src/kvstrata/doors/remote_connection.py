@@ -7,8 +7,10 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+from kvstrata.doors.remote_faults import NoGreeting
 from kvstrata.doors.remote_settings import RemoteSettings
 
 __all__ = ["Connection"]
@@ -47,15 +49,18 @@ class _Tls(_Timed, ssl.SSLSocket):
 
 
 class Connection(http.client.HTTPConnection):
-    """http.client over a timed socket; resolves, connects and greets within the deadline of the first call."""
+    """http.client over a timed socket; resolves, connects and greets within the deadline of the first call.
+
+    `opened` is told each socket before it is waited for, so that somebody else can end that; OSError says that it has.
+    """
 
     sock: Any
 
-    def __init__(self, settings: RemoteSettings, deadline: float) -> None:
+    def __init__(self, settings: RemoteSettings, deadline: float, opened: Callable[[socket.socket], None]) -> None:
         url = settings.url
         super().__init__(str(url.hostname), url.port or (443 if url.scheme == "https" else 80))
-        self.bearer = settings.bearer()
-        self._deadline, self._tls, self._ca = deadline, url.scheme == "https", settings.ca_file
+        self.bearer, self._tls = settings.bearer(), settings.tls()
+        self._deadline, self._opened = deadline, opened
         self.auto_open = 0  # a lost connection is an error to see, not to hide
 
     def connect(self) -> None:
@@ -64,22 +69,31 @@ class Connection(http.client.HTTPConnection):
             plain = _Plain(family, socket.SOCK_STREAM)
             plain.deadline = self._deadline
             try:
+                self._opened(plain)
                 plain._arm()
                 plain.connect(address)
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.sock = self._greet(plain) if self._tls else plain
+                self.sock = self._greet(plain, self._tls) if self._tls else plain
                 return
             except OSError as error:
                 plain.close()
-                last = error
+                if not isinstance(
+                    last, (ssl.SSLError, NoGreeting)
+                ):  # they say more than another address that is closed
+                    last = error
         raise last
 
-    def _greet(self, plain: _Plain) -> _Tls:
-        context = ssl.create_default_context(cafile=str(self._ca) if self._ca else None)
+    def _greet(self, plain: _Plain, context: ssl.SSLContext) -> _Tls:
         context.sslsocket_class = _Tls
-        plain._arm()
-        made: Any = context.wrap_socket(plain, server_hostname=self.host)
+        made: Any = context.wrap_socket(plain, server_hostname=self.host, do_handshake_on_connect=False)
         made.deadline = self._deadline
+        try:
+            self._opened(made)
+            made._arm()
+            made.do_handshake()
+        except OSError as error:
+            made.close()
+            raise (NoGreeting() if isinstance(error, TimeoutError) else error) from None
         return made  # type: ignore[no-any-return]
 
 

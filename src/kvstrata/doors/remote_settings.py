@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,16 @@ class RemoteError(ValueError):
     """A setting that cannot work: found, needed, fix."""
 
     def __init__(self, found: str, needed: str, fix: str) -> None:
-        super().__init__(f"remote engine: found: {found}; needed: {needed}; to fix it: {fix}")
+        self.said = f"found: {found}; needed: {needed}; to fix it: {fix}"
+        super().__init__(f"remote engine: {self.said}")
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
     """`url`: http(s)://host[:port][/base]. Times in seconds. `connections`: for reading, and half as many to write.
 
-    The token comes from `token_file` (read again at each new connection, so that it may be changed) or from `token`.
+    The token comes from `token_file` or from `token`; `ca_file` is of https alone, and empty where the system's CAs are
+    meant. Both files are read again at each new connection, so that they may be changed.
     """
 
     url: SplitResult
@@ -74,6 +77,29 @@ class RemoteSettings:
         if len(text.split()) > 1:
             raise RemoteError(f"{self.token_file} with more than one word", "one token", "leave the token alone in it")
         return text
+
+    @property
+    def trusted(self) -> str:
+        """Who must have signed an engine's certificate, for people."""
+        return f"a CA of {self.ca_file}" if self._has_ca() else "a CA of the system"
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What an https engine is checked with, as it is now; None for http. Raises RemoteError for the CA file."""
+        if self.url.scheme != "https":
+            return None
+        try:
+            return ssl.create_default_context(cafile=str(self.ca_file) if self._has_ca() else None)
+        except OSError as error:  # ssl.SSLError is one
+            why = "no certificate in it" if isinstance(error, ssl.SSLError) else error.strerror
+            needed = "certificates of CAs as PEM, or nothing in it for the system's"
+            fix = "mend KV_ENGINE_CA in .env, then `make up`, which copies it there"
+            raise RemoteError(f"CA file {self.ca_file}: {why}", needed, fix) from None
+
+    def _has_ca(self) -> bool:
+        try:
+            return self.ca_file is not None and bool(self.ca_file.read_bytes().strip())
+        except OSError:
+            return True  # to be told when it is used
 
     def deadline_for(self, nbytes: int) -> float:
         """Seconds that a task of `nbytes` may take in all."""

@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import json
 import socket
-import ssl
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,8 @@ from urllib.parse import quote
 
 from kvstrata.doors import remote_frame
 from kvstrata.doors.remote_connection import Connection
-from kvstrata.doors.remote_settings import RemoteError, RemoteSettings
+from kvstrata.doors.remote_faults import Down, down
+from kvstrata.doors.remote_settings import RemoteSettings
 from kvstrata.store.checksum import crc32
 
 __all__ = ["PREFIX", "Corrupt", "Down", "Refused", "Wire", "key_path"]
@@ -27,14 +27,6 @@ _PIECE = 1 << 20  # a piece is checked while it is still in the processor's cach
 _SMALL = 64 << 10
 PREFIX = "framed@"
 _NO_BATCH = (400, 404, 405, 501)
-
-
-class Down(Exception):
-    """No answer, or none that is HTTP. The message is a short reason; `timed_out`: it took the whole deadline."""
-
-    def __init__(self, reason: str, timed_out: bool = False) -> None:
-        super().__init__(reason)
-        self.timed_out = timed_out
 
 
 class Refused(Exception):
@@ -162,8 +154,9 @@ class Wire:
         with self._lock:
             self._aborted = True
             if self._socket is not None:
+                # Not SSLSocket's own: it drops its TLS first, and what another thread sends then goes in the clear.
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _call(
         self, method: str, path: str, deadline: float, head: bytes = b"", body: memoryview | None = None
@@ -187,16 +180,19 @@ class Wire:
     def _connected(self, deadline: float) -> Connection:
         if not self.reused:
             self.close()
-            fresh = Connection(self._settings, deadline)
+            fresh = Connection(self._settings, deadline, self._opened)
             fresh.connect()
             self._http = fresh
         assert self._http is not None
-        with self._lock:
-            self._socket = self._http.sock
-            if self._aborted:
-                raise ConnectionAbortedError("closed")
+        self._opened(self._http.sock)
         self._http.sock.deadline = deadline
         return self._http
+
+    def _opened(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._socket = sock
+            if self._aborted:
+                raise ConnectionAbortedError("closed")
 
     def _expect(self, response: http.client.HTTPResponse, good: Sequence[int]) -> None:
         if response.status in good:
@@ -230,22 +226,6 @@ class Wire:
         """Everything that sockets, TLS and http.client raise, as Down; the connection is gone then."""
         try:
             yield
-        except TimeoutError:
-            self.close()
-            raise Down("deadline", timed_out=True) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            raise Down(_reason(error)) from None
-
-
-def _reason(error: Exception) -> str:
-    """A short word for logs and metric labels; never what the server sent."""
-    if isinstance(error, RemoteError):
-        return "token file"
-    if isinstance(error, ConnectionRefusedError):
-        return "refused"
-    if isinstance(error, socket.gaierror):
-        return "name not found"
-    if isinstance(error, ssl.SSLError):
-        return "tls"
-    return "lost" if isinstance(error, (OSError, http.client.RemoteDisconnected)) else "rubbish"
+            raise down(error, self._settings) from None

@@ -109,7 +109,9 @@ def _adapter(kind: str, env: Mapping[str, str], paths: Paths) -> dict[str, objec
         from kvstrata.doors.remote_settings import RemoteError, RemoteSettings
 
         try:
-            RemoteSettings.from_env(env).bearer()
+            found = RemoteSettings.from_env(env)
+            found.bearer()
+            found.tls()
         except RemoteError as error:
             raise ConfigError(str(error)) from None
         return {"type": "native_plugin", "module_path": "kvstrata.doors.l2_remote", "class_name": "KvstrataRemote",

@@ -1,0 +1,69 @@
+"""Why a call had no usable answer: a word for metrics, and found / needed / fix for the one line in the log."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+
+from kvstrata.doors.remote_settings import RemoteError, RemoteSettings
+
+__all__ = ["Down", "NoGreeting", "down"]
+
+#: Word -> found, needed, fix.
+_SAID = {
+    "deadline": ("no answer within the deadline", "one within KV_ENGINE_DEADLINE", "see what the engine's log says"),
+    "refused": ("nobody listens there", "a running engine", "start it, or mend KV_ENGINE_URL in .env"),
+    "name not found": ("no such host name", "one that is known in this container", "mend KV_ENGINE_URL in .env"),
+    "lost": ("a connection that ends without an answer", "HTTP there",
+             "https:// in KV_ENGINE_URL if that port speaks TLS; else see what the engine's log says"),
+    "rubbish": ("an answer that is none of /kv", "a KV engine there", "mend KV_ENGINE_URL in .env"),
+    "token refused (401)": ("a token that the engine does not know (401)", "one that its tokens file has",
+                            "write it to data/secrets/engine-client/token"),
+}  # fmt: skip
+_NO_TLS = ("a server that speaks TLS, as https:// says",
+           "http:// in KV_ENGINE_URL if that port has none; else see what the engine's log says")  # fmt: skip
+#: What OpenSSL calls an answer that is no TLS.
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
+
+
+class NoGreeting(TimeoutError):
+    """The TLS handshake did not end by the deadline."""
+
+
+class Down(Exception):
+    """No answer, or none that is HTTP. The message is a short word, of few; `said` is the line for the log.
+
+    timed_out: it took the whole deadline. lasting: asked again it will say the same, until somebody mends it.
+    """
+
+    def __init__(self, word: str, said: str = "", *, timed_out: bool = False, lasting: bool = False) -> None:
+        super().__init__(word)
+        self.said = said or _line(*_SAID[word])
+        self.timed_out, self.lasting = timed_out, lasting
+
+
+def down(error: Exception, settings: RemoteSettings) -> Down:
+    """`error` of sockets, TLS, http.client or settings. Nothing in it is what a server sent."""
+    if isinstance(error, NoGreeting):
+        return Down("deadline", _line("no TLS greeting within the deadline", *_NO_TLS), timed_out=True)
+    if isinstance(error, TimeoutError):
+        return Down("deadline", timed_out=True)
+    if isinstance(error, RemoteError):
+        return Down("settings", error.said, lasting=True)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        needed = f"one for {settings.url.hostname}, signed by {settings.trusted}"
+        fix = "KV_ENGINE_CA in .env and `make up`; or mend KV_ENGINE_URL, or the engine's certificate"
+        return Down("tls", _line(f"a certificate that is refused: {error.verify_message}", needed, fix), lasting=True)
+    if isinstance(error, ssl.SSLError):
+        found = "no TLS there" if error.reason in _NOT_TLS else f"TLS that fails ({error.reason})"
+        return Down("tls", _line(found, *_NO_TLS))
+    if isinstance(error, ConnectionRefusedError):
+        return Down("refused")
+    if isinstance(error, socket.gaierror):
+        return Down("name not found")
+    return Down("lost" if isinstance(error, (OSError, http.client.RemoteDisconnected)) else "rubbish")
+
+
+def _line(found: str, needed: str, fix: str) -> str:
+    return f"found: {found}; needed: {needed}; to fix it: {fix}"
