@@ -45,6 +45,7 @@ class ProcessStack:
             **{k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")},
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(SRC),
             "KVSTRATA_RUN_DIR": str(self.folder / "run"), "KV_STORE_ROOT": str(self.l2),
             "KV_STORE_CAPACITY_BYTES": str(4 << 30), "KV_CACHE_ALLOW_FS": "tmpfs overlay",
