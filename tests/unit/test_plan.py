@@ -232,8 +232,9 @@ def test_the_disk_cache_takes_a_share_of_what_is_free_and_keeps_it(tmp_path: Pat
     free = stat.f_bavail * stat.f_frsize
     assert first.l2_gb * GIB <= 0.81 * free and (first.l2_gb == 1500 or first.l2_gb * GIB >= 0.7 * free)
     assert first.env()["KV_PLAN_L2_BYTES"] == str(int(first.l2_gb * GIB))
-    # A little more or less free must not recreate the cache server; a figure that makes no sense any more is dropped.
-    for before, kept in ((first.l2_gb * 0.95, True), (first.l2_gb * 1.05, True), (first.l2_gb / 2, False)):
+    # What others do with the disk must not recreate the cache server; a figure that makes no sense any more is dropped.
+    shares = ((0.6, True), (0.95, True), (1.2, True), (0.3, False), (1.4, False))
+    for before, kept in ((first.l2_gb * share, kept) for share, kept in shares):
         block = f"{dotenv.BEGIN}\nKV_PLAN_L2_BYTES={int(before * GIB)}\n{dotenv.END}\n"
         (tmp_path / ".env").write_text(block)
         again = make(tmp_path)

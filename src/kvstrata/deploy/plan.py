@@ -266,8 +266,9 @@ def _l2(settings: Settings, block: int, explain: list[str]) -> float:
     share = room * _L2_SHARE
     gb = float(min(_L2_DEFAULT_GB, int(share))) if share >= 2 else max(_L2_LEAST / GIB, round(share, 2))
     why = f"{_L2_SHARE:.0%} of the {room:.0f} GiB that are free or the store's own, {_L2_DEFAULT_GB} at most"
-    # Another figure recreates lmcache and empties L1: what was planned before stays while it is still sensible.
-    if before != gb and before <= _L2_DEFAULT_GB and 0.7 * room <= before <= 0.9 * room:
+    # Another figure recreates lmcache and empties L1, and others use the disk as well: what was planned before
+    # stays while it fits and is no less than half of what it would be now.
+    if before != gb and before <= _L2_DEFAULT_GB and _L2_SHARE / 2 * room <= before <= room:
         gb, why = before, f"as planned before; {room:.0f} GiB are free or the store's own"
     explain.append(f"L2 {gb:g} GiB: {why}")
     return gb
