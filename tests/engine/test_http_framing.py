@@ -178,6 +178,25 @@ def test_a_body_cut_short_is_never_stored(engine: EngineProcess, announced: int)
         assert wire.ask("PUT", path, b"whole").status == 201
 
 
+def test_bytes_of_bodies_are_counted_as_they_are_read(engine: EngineProcess) -> None:
+    def received() -> int:
+        with Wire(engine.http) as look:
+            text = look.ask("GET", "/metrics").body.decode()
+        return int(float(text.split("\nkvstrata_engine_received_bytes_total ")[1].split("\n")[0]))
+
+    before = received()
+    with Wire(engine.http) as wire:
+        assert wire.ask("PUT", "/kv/counted", b"x" * 3_000_000).status == 201
+        assert wire.ask("PUT", "/kv/counted", b"x" * 3_000_000).status == 200
+        wire.send(wire.head("PUT", "/kv/big", Content_Length=(64 << 20) + 1, Expect="100-continue"))
+        assert wire.answer().status == 413
+    with Wire(engine.http) as wire:
+        wire.send(wire.head("PUT", "/kv/cut", Content_Length=5_000_000) + b"x" * 4000)
+        wire.sock.shutdown(socket.SHUT_WR)
+        assert wire.answer().status == 400
+    until(lambda: received() - before == 6_004_000)
+
+
 def test_put_without_any_length_is_411_and_the_connection_stays(wire: Wire) -> None:
     answer = wire.ask("PUT", "/kv/nolength")
     assert (answer.status, answer.stays) == (411, True)

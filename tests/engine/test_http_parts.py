@@ -199,6 +199,28 @@ def test_stuck_workers_do_not_keep_others_waiting(listen: Callable[..., Listener
     until(lambda: listener.busy_connections == 0)
 
 
+def test_who_sends_byte_by_byte_gives_his_thread_to_those_that_wait(listen: Callable[..., Listener]) -> None:
+    listener = listen(echo, workers=1, max_workers=1)
+    served = threading.Event()
+    slow = socket.create_connection(listener.address, timeout=10)
+
+    def drip() -> None:
+        while not served.wait(0.01):  # never long enough for the linger to end
+            slow.sendall(b"x")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    until(lambda: listener.busy_connections == 1)
+    try:
+        with socket.create_connection(listener.address, timeout=10) as sock:
+            sock.sendall(b"me\n")
+            assert sock.recv(100) == b"me\n"
+    finally:
+        served.set()
+        dripping.join(10)
+        slow.close()
+
+
 def test_many_clients_on_few_workers_are_all_served(listen: Callable[..., Listener]) -> None:
     listener = listen(echo, workers=2, max_workers=2)
     wrong: list[object] = []

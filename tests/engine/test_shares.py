@@ -15,7 +15,7 @@ from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Full
 from tests.engine.engines import MIB, Opener, data, get, reopening, settings, until
 from tests.engine.process import EngineProcess
-from tests.engine.resp_parts import OTHER, READER, TOKEN, Client, server
+from tests.engine.resp_parts import OTHER, READER, TOKEN, Client, encoded, server
 from tests.engine.wire import Wire
 
 
@@ -183,3 +183,66 @@ def test_slow_bodies_of_one_tenant_leave_threads_for_another(
         assert wire.ask("PUT", "/kv/here", b"x").status == 201
     for one in slow:
         one.sock.close()
+
+
+def test_slow_values_of_one_tenant_over_resp_leave_threads_for_another(
+    engine_process: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"one rw a {TOKEN}\ntwo rw b {OTHER}\n")
+    engine = engine_process(TOKENS_FILE=tokens, RESP="127.0.0.1:0")
+    slow = [Client(engine.resp[1]) for _ in range(300)]
+    for one in slow:
+        one.raw(encoded(["AUTH", TOKEN]) + b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$20000\r\nbegun")
+    with Client(engine.resp[1]) as client:
+        assert client("AUTH", OTHER) == "OK"
+        assert client("SET", "here", "x") == "OK"
+    replies = [one.reply() for one in slow]
+    assert {reply for reply in replies if reply != "OK"} == {"ERR too many commands of this tenant at once; try again"}
+    assert replies.count("OK") == 128
+    for one in slow:
+        one.sock.close()
+
+
+def test_slow_bodies_of_the_only_tenant_leave_threads_for_the_open_pages(
+    engine_process: Callable[..., EngineProcess],
+) -> None:
+    engine = engine_process()
+    slow = [Wire(engine.http) for _ in range(300)]
+    for one in slow:
+        one.send(one.head("POST", "/kv/batch/exists", Content_Length=100) + b"{")
+    with Wire(engine.http) as wire:
+        assert [wire.ask("GET", path).status for path in ("/healthz", "/readyz")] == [200, 200]
+    for one in slow:
+        one.sock.close()
+
+
+@pytest.mark.parametrize("method", ["PUT", "GRAB"])
+def test_bodies_of_strangers_that_never_come_hold_nobody_up(
+    engine_process: Callable[..., EngineProcess], tmp_path: Path, method: str
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"one rw a {TOKEN}\n")
+    engine = engine_process(TOKENS_FILE=tokens)
+    strangers = [Wire(engine.http) for _ in range(300)]
+    for one in strangers:
+        one.send(one.head(method, "/kv/k", Content_Length=1000) + b"begun")
+    assert {one.answer().status for one in strangers} == {401 if method == "PUT" else 501}
+    with Wire(engine.http, TOKEN) as wire:
+        assert wire.ask("PUT", "/kv/here", b"x").status == 201
+    for one in strangers:
+        one.sock.close()
+
+
+@pytest.mark.parametrize("protocol", ["http", "resp"])
+def test_strangers_who_do_not_read_their_answers_are_cut(
+    engine_process: Callable[..., EngineProcess], tmp_path: Path, protocol: str
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"one rw a {TOKEN}\n")
+    engine = engine_process(TOKENS_FILE=tokens, RESP="127.0.0.1:0", HEADER_S=600)
+    with Wire(getattr(engine, protocol), receive_buffer=4096) as wire:
+        asked = wire.head("GET", "/healthz") if protocol == "http" else b"*1\r\n$3\r\nGET\r\n"
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            while True:
+                wire.send(asked * 1000)

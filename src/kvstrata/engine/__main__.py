@@ -37,8 +37,6 @@ _GRACE_S = 7.0
 _CLOSE_S = 2.0
 # Files beside connections: blocks that are being read, the catalog, the log.
 _OTHER_FILES = 1024
-# Threads while every worker is stuck in a peer that does not read or send.
-_MAX_WORKERS = 256
 
 
 class Server:
@@ -78,7 +76,7 @@ class Server:
                 lambda: self._tokens.tenants,
             ),
         )
-        return Http(routes, self._tokens, self._metrics, settings.header_s, _threads(settings)).serve
+        return Http(routes, self._tokens, self._metrics, settings.header_s, settings.threads).serve
 
     def _listen(self, protocol: str, address: str, serve: Callable[[Connection], bool], refusal: bytes) -> None:
         settings = self._settings
@@ -93,7 +91,7 @@ class Server:
             self.listeners[protocol] = Listener(
                 host, port, serve, name=protocol, idle_s=settings.idle_s, handshake_s=settings.header_s,
                 max_connections=settings.max_connections, workers=settings.workers,
-                max_workers=_threads(settings), tls=self._tls, refusal=refusal,
+                max_workers=settings.threads, tls=self._tls, refusal=refusal,
             )  # fmt: skip
         except (OSError, OverflowError) as error:
             raise StoreError(
@@ -118,10 +116,6 @@ class Server:
         for wait in waits:
             wait.join()
         self._engine.close(_CLOSE_S)
-
-
-def _threads(settings: EngineSettings) -> int:
-    return max(_MAX_WORKERS, settings.workers)
 
 
 def _tokens(settings: EngineSettings) -> Tokens:

@@ -41,12 +41,13 @@ class Connection:
         state: the handler's own, kept between its calls.
         midway: set by a handler that parks in the middle of a request with nothing in `buffered`: the deadline goes on.
         idle_s: how long it may be parked with nothing under way; None: for ever. A handler may change it.
+        received: bytes that have arrived so far, whoever took them.
         expired: the deadline has passed; reading is shut down already, a short answer may still be sent.
     """
 
     __slots__ = (
         "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "idle_s", "midway",
-        "parked", "peer", "sock", "state", "stopping", "tls",
+        "parked", "peer", "received", "sock", "state", "stopping", "tls",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: str, idle_s: float | None = None) -> None:
@@ -56,6 +57,7 @@ class Connection:
         self.tls = isinstance(sock, ssl.SSLSocket)
         self.handshaking = self.tls
         self.buffered = bytearray()
+        self.received = 0
         self.state: Any = None
         self.deadline: float | None = None
         self.expired = False
@@ -84,6 +86,7 @@ class Connection:
                 raise Cut
             if data:
                 self.buffered += data
+                self.received += len(data)
                 return
 
     def fill(self) -> int:
@@ -114,6 +117,7 @@ class Connection:
         if not data and self.expired:
             raise Cut  # it is the watchdog that has closed this side
         self.buffered += data
+        self.received += len(data)
         return len(data)
 
     def read_into(self, view: memoryview) -> None:
@@ -143,7 +147,9 @@ class Connection:
             count = -1
         if count == 0 or self.expired:
             raise Cut
-        return max(count, 0)
+        count = max(count, 0)
+        self.received += count
+        return count
 
     def send(self, data: bytes | memoryview, *, more: bool = False) -> None:
         """Send all of it. `more`: something follows at once, so the kernel may wait and fill the packet."""
@@ -151,6 +157,19 @@ class Connection:
             self.sock.sendall(data, socket.MSG_MORE)
         else:
             self.sock.sendall(data)
+
+    def send_at_once(self, data: bytes) -> None:
+        """Send all of it without waiting for the peer, who does not read its answers if it cannot be. Raises Cut,
+        OSError.
+        """
+        if self.tls:
+            self.sock.settimeout(0)
+            try:
+                self.sock.sendall(data)
+            finally:
+                self.sock.settimeout(None)
+        elif self.sock.send(data, socket.MSG_DONTWAIT) < len(data):
+            raise Cut
 
     def finish(self, seconds: float, limit: int) -> None:
         """Say goodbye so that the last answer is read: close our side, then drop what still comes, for a short while.

@@ -10,7 +10,10 @@ from kvstrata.engine.connection import Connection
 from kvstrata.engine.http_head import Head, key_of_segment
 from kvstrata.engine.http_reply import BINARY, JSON, Problem, head_bytes, json_bytes
 
-__all__ = ["Request"]
+__all__ = ["NOBODY", "Request"]
+
+NOBODY = Grant("", write=False)
+"""Of a request that has shown no token yet."""
 
 # For an answer that fits a packet or two; a client that does not even take those is cut.
 _ANSWER_S = 30.0
@@ -25,6 +28,11 @@ class Request:
     grant: Grant
     status: int = 0
     sent: int = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether a token was shown, or none is needed."""
+        return self.grant is not NOBODY
 
     @property
     def keep(self) -> bool:
@@ -59,7 +67,7 @@ class Request:
             head += body
             self.sent += len(body)
         self.connection.until(_ANSWER_S)
-        self.connection.send(head)
+        (self.connection.send if self.known else self.connection.send_at_once)(head)
 
     def answer_head(self, size: int, headers: bytes) -> None:
         """Send what GET would say of a block of `size` bytes, without them."""

@@ -11,11 +11,11 @@ from kvstrata.engine.connection import Connection, Cut, NotYet
 from kvstrata.engine.errors import Corrupt, EngineError
 from kvstrata.engine.http_head import MAX_HEAD, Head, parse
 from kvstrata.engine.http_pages import METRICS, OPEN_PAGES
-from kvstrata.engine.http_places import Places
 from kvstrata.engine.http_reply import JSON, Problem, head_bytes
-from kvstrata.engine.http_request import Request
+from kvstrata.engine.http_request import NOBODY, Request
 from kvstrata.engine.http_routes import Routes
 from kvstrata.engine.metrics import EngineMetrics
+from kvstrata.engine.places import Places, Strangers
 
 __all__ = ["REFUSAL", "Http"]
 
@@ -29,7 +29,9 @@ _DROP_S = 5.0
 _DROP = (_DROP_S, 128 << 20)
 _DROP_STRANGER = (1.0, 1 << 20)
 
-_NOBODY = Grant("", write=False)
+# Threads that no tenant holds: for the open pages, and to refuse.
+_SPARE = 16
+
 _BUSY = Problem(503, "Busy", "the server has as many connections as it may", headers=b"Retry-After: 1\r\n")
 
 
@@ -61,7 +63,7 @@ class Http:
 
     Args:
         header_s: seconds from the first byte of a request to the end of its headers.
-        threads: how many may serve at once.
+        threads: how many may serve at once, more than a few.
     """
 
     def __init__(self, routes: Routes, tokens: Tokens, metrics: EngineMetrics, header_s: float, threads: int) -> None:
@@ -69,7 +71,8 @@ class Http:
         self._tokens = tokens
         self._metrics = metrics
         self._header_s = header_s
-        self._places = Places(threads, lambda: tokens.tenants)
+        self._places = Places(threads - _SPARE, lambda: tokens.tenants)
+        self._strangers = Strangers()
 
     def serve(self, connection: Connection) -> bool:
         """Answer what has arrived. True: the connection stays, and waits for more."""
@@ -128,14 +131,13 @@ class Http:
         except Problem as problem:
             self._refuse(connection, None, problem)
             return False
-        request = Request(connection, head, _NOBODY)
+        request = Request(connection, head, NOBODY)
+        before = connection.received - len(connection.buffered)
         op, placed = "none", False
         try:
             target = _path(head.target)
             if target not in OPEN_PAGES:
                 request.grant = self._grant(connection, head)
-                if not request.grant.read and target != METRICS:
-                    raise Problem(403, "MetricsOnly", "this token is for /metrics alone")
                 placed = self._places.take(request.grant.tenant)
                 if not placed:
                     raise _Crowded(
@@ -145,6 +147,8 @@ class Http:
                         headers=b"Retry-After: 1\r\n",
                         close=True,
                     )
+                if not request.grant.read and target != METRICS:
+                    raise Problem(403, "MetricsOnly", "this token is for /metrics alone")
             op, handler, segments = self._routes.find(head.method, target)
             handler(request, *segments)
             keep = self._finish(request)
@@ -165,7 +169,8 @@ class Http:
         finally:
             if placed:
                 self._places.leave(request.grant.tenant)
-            self._metrics.request(op, request.status, time.perf_counter() - began, head.length or 0, request.sent)
+            taken = connection.received - len(connection.buffered) - before
+            self._metrics.request(op, request.status, time.perf_counter() - began, taken, request.sent)
         if keep and connection.buffered:
             connection.until(self._header_s)
         return keep
@@ -193,9 +198,16 @@ class Http:
     def _finish(self, request: Request) -> bool:
         """After the answer: a body that the handler left is read if it is short."""
         head = request.head
-        if head.unread and not self._drain(request.connection, head):
-            return False
+        if head.unread:
+            with self._strangers.waiting(request.known or self._is_there(request)) as free:
+                if not (free and self._drain(request.connection, head)):
+                    return False
         return request.keep
+
+    @staticmethod
+    def _is_there(request: Request) -> bool:
+        """All of the body has arrived."""
+        return (request.head.length or 0) <= len(request.connection.buffered)
 
     @staticmethod
     def _drain(connection: Connection, head: Head) -> bool:
@@ -208,22 +220,26 @@ class Http:
 
     def _refuse(self, connection: Connection, request: Request | None, problem: Problem) -> bool:
         """Answer with a problem. Returns whether the connection stays."""
+        known = request is not None and request.known
         if request is None:
             self._metrics.request("none", problem.status, 0.0, 0, 0)
             keep, minor, bare, unread = False, 1, False, True
         else:
             head = request.head
             request.status = problem.status
-            if not problem.close and head.unread:
+            if not problem.close and head.unread and (known or self._is_there(request)):
                 self._drain(connection, head)
             unread = head.unread and not head.expect
             keep = request.keep and not head.unread and not problem.close
             minor, bare = head.minor, head.method == b"HEAD"
         connection.until(_DROP_S)
-        connection.send(_problem_bytes(problem, keep=keep, minor=minor, bare=bare))
+        # A stranger's thread waits for nothing, or strangers could hold all of them.
+        send = connection.send if known else connection.send_at_once
+        send(_problem_bytes(problem, keep=keep, minor=minor, bare=bare))
         if unread and not isinstance(problem, _Crowded):  # whose thread is wanted elsewhere
-            known = request is not None and request.grant is not _NOBODY
-            connection.finish(*(_DROP if known else _DROP_STRANGER))
+            with self._strangers.waiting(known) as free:
+                if free:
+                    connection.finish(*(_DROP if known else _DROP_STRANGER))
         return keep
 
     def _cut(self, connection: Connection, request: Request) -> bool:

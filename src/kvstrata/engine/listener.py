@@ -224,6 +224,7 @@ class Listener:
             self._accept_again = 0.0
             self._epoll.modify(self._listening.fileno(), select.EPOLLIN)
         with self._lock:
+            crowded = self._waiting > 0 or self._stopping
             for connection in list(self._connections.values()):
                 late = connection.deadline is not None and now >= connection.deadline
                 if connection.parked:
@@ -242,6 +243,8 @@ class Listener:
                     connection.expired = True  # first: whoever finds the end of the stream asks why
                     self._shut(connection, how)
                     connection.deadline = now + _LAST_WORDS_S
+                else:
+                    connection.hurry = crowded  # who drips gives its thread to those that wait
 
     def _relieve(self, taken: int) -> int:
         """One more worker where some wait and none was taken since the last look."""

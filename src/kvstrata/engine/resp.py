@@ -22,7 +22,7 @@ from kvstrata.engine.errors import Corrupt, EngineError
 from kvstrata.engine.resp_lmcache import Unfit
 from kvstrata.engine.resp_parse import Broken, Command
 from kvstrata.engine.resp_reply import Error, Reply, Simple
-from kvstrata.engine.resp_session import Session, Shared, failure
+from kvstrata.engine.resp_session import CROWDED, Session, Shared, failure
 from kvstrata.engine.settings import EngineSettings
 
 __all__ = ["COMMANDS", "make_serve"]
@@ -116,6 +116,11 @@ class _Server:
         if conn.state is None:
             conn.state = Session(self._shared, conn)
         session: Session = conn.state
+        if not session.enter():
+            if not session.literal:  # whose client would take it for a part of a value
+                session.say(Error(CROWDED))
+                session.flush()
+            return False
         try:
             while not session.closing:
                 command = session.command()
@@ -129,13 +134,16 @@ class _Server:
         except Broken as broken:
             session.say(Error(f"ERR Protocol error: {broken}"))
             session.flush()
-            conn.finish(_GOODBYE_S, _GOODBYE_BYTES)
+            with self._shared.strangers.waiting(session.grant is not None) as free:
+                if free:
+                    conn.finish(_GOODBYE_S, _GOODBYE_BYTES)
         except Corrupt as corrupt:
             log.warning("RESP: a reply was cut short: %s", corrupt)
         except Unfit as unfit:
             log.warning("RESP: the connection of LMCache's client ends, for it would misread the answer: %s", unfit)
         finally:
             session.release()
+            session.leave()
         return False
 
     def _answer(self, session: Session, command: Command) -> None:

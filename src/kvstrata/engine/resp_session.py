@@ -14,6 +14,7 @@ from kvstrata.engine.buffers import Budget, Busy, TooBig
 from kvstrata.engine.connection import Connection
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Corrupt, EngineError, Full, TooLarge
+from kvstrata.engine.places import Places, Strangers
 from kvstrata.engine.resp_cursors import Cursors
 from kvstrata.engine.resp_lmcache import Unfit
 from kvstrata.engine.resp_parse import Command, Limits, Wire
@@ -21,12 +22,13 @@ from kvstrata.engine.resp_reply import Error, Reply, bulk_head, encode
 from kvstrata.engine.resp_value import Incoming
 from kvstrata.engine.settings import EngineSettings
 
-__all__ = ["Session", "Shared", "failure"]
+__all__ = ["CROWDED", "Session", "Shared", "failure"]
 
 #: Replies are collected up to here; a peer that sends on without reading stops us at the socket, not in memory.
 _OUT = 64 << 10
 #: The slowest peer that is waited for: bytes a second, on top of the time that every value has.
 _SLOWEST = 1 << 20
+CROWDED = "ERR too many commands of this tenant at once; try again"
 
 
 def failure(error: EngineError) -> Error:
@@ -43,10 +45,13 @@ class Shared:
     budget: Budget
     settings: EngineSettings
     cursors: Cursors = field(init=False)
+    places: Places = field(init=False)
+    strangers: Strangers = field(default_factory=Strangers)
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.cursors = Cursors(lambda: self.tokens.tenants)
+        self.places = Places(self.settings.threads, lambda: self.tokens.tenants)
 
 
 class Session:
@@ -64,6 +69,7 @@ class Session:
         self._held = ExitStack()
         self._refusal: Error | None = None
         self._begun = False
+        self._place: str | None = None
 
     # -- who it is
 
@@ -78,6 +84,28 @@ class Session:
         self._token, self._grant, self.literal = token, grant, user == resp_lmcache.USER
         if self.literal:
             self.conn.idle_s = None  # it never connects again
+        self.leave()
+        if not self.enter():
+            self.closing = True
+            raise Error(CROWDED)
+
+    def enter(self) -> bool:
+        """It may hold a thread until `leave`. False: those of its tenant hold as many as they may.
+
+        A stranger needs no leave: nothing that he has to send or to read is waited for.
+        """
+        grant = self.grant
+        if grant is not None:
+            if not self.shared.places.take(grant.tenant):
+                return False
+            self._place = grant.tenant
+        return True
+
+    def leave(self) -> None:
+        """Idempotent."""
+        if self._place is not None:
+            self.shared.places.leave(self._place)
+            self._place = None
 
     @property
     def grant(self) -> Grant | None:
@@ -228,5 +256,8 @@ class Session:
     def flush(self) -> None:
         """Send what is waiting."""
         if self._out:
-            self.conn.sock.sendall(self._out)
+            if self._place is None:
+                self.conn.send_at_once(bytes(self._out))
+            else:
+                self.conn.sock.sendall(self._out)
             self._out.clear()

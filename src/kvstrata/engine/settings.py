@@ -13,6 +13,7 @@ __all__ = ["EngineSettings"]
 
 # The least that a block store, and a catalog, can do with.
 _LEAST, _CATALOG = 8 << 20, 2 << 20
+_MOST_WORKERS = 256
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,11 @@ class EngineSettings:
             ("IDLE_S", self.idle_s),
         ):
             need(math.isfinite(seconds) and seconds > 0, knob, seconds, "a number of seconds above 0")
+
+    @property
+    def threads(self) -> int:
+        """Those of a listener at most, while every worker is stuck in a peer that does not read or send."""
+        return max(_MOST_WORKERS, self.workers)
 
     @property
     def names(self) -> int:

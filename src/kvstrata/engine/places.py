@@ -1,0 +1,59 @@
+"""Threads of a listener that its clients may hold: slow peers must not hold all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["Places", "Strangers"]
+
+# Threads in which something is waited for from those who have shown no token.
+_STRANGERS = 8
+
+
+class Places:
+    """All tenants together have `total` of them; where there may be several, one has half at most. Thread-safe."""
+
+    def __init__(self, total: int, tenants: Callable[[], int]) -> None:
+        self._total = total
+        self._tenants = tenants
+        self._lock = threading.Lock()
+        self._of: Counter[str] = Counter()
+        self._taken = 0
+
+    def take(self, tenant: str) -> bool:
+        """False: the tenant has its part, or all are taken."""
+        with self._lock:
+            most = self._total // 2 if self._tenants() > 1 else self._total
+            if self._taken >= self._total or self._of[tenant] >= most:
+                return False
+            self._of[tenant] += 1
+            self._taken += 1
+            return True
+
+    def leave(self, tenant: str) -> None:
+        """Once for each `take` that was True."""
+        with self._lock:
+            self._taken -= 1
+            self._of[tenant] -= 1
+            if not self._of[tenant]:
+                del self._of[tenant]
+
+
+class Strangers:
+    """A few threads that may wait for what strangers still send. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(_STRANGERS)
+
+    @contextmanager
+    def waiting(self, known: bool) -> Iterator[bool]:
+        """Whether it may be waited for; always where the peer is known: its thread is counted by Places."""
+        free = known or self._free.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free and not known:
+                self._free.release()
