@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from pathlib import Path
@@ -124,8 +125,9 @@ def test_nobody_else_may_read_the_catalog(tmp_path: Path) -> None:
 
 def test_a_second_engine_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     engine = Engine.open(settings(tmp_path / "engine"))
-    with pytest.raises(StoreError, match="owned by another process"):
+    with pytest.raises(StoreError, match=rf"owned by another process \(pid {os.getpid()}\)") as caught:
         Engine.open(settings(tmp_path / "engine"))
+    assert caught.value.fix.endswith("(KV_ENGINE_ROOT)")
     engine.put("a", b"k", memoryview(b"v"))
     assert get(engine, b"k") == b"v"
     engine.close()

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import trustme
 
+from kvstrata.deploy.knobs import MANAGED_KEYS, USER_KEYS
 from kvstrata.engine.auth import AuthError, Tokens, is_loopback
 from kvstrata.engine.check import CheckError, check
+from kvstrata.engine.settings import EngineSettings
 from tests.engine.process import READER, ROOT, TOKENS, WRITER, EngineProcess, until
 from tests.engine.wire import Wire
 
@@ -144,13 +146,14 @@ def test_a_token_for_figures_reads_and_writes_nothing_else(guarded: EngineProces
     assert ask(guarded, BOTH, "GET", "/kv/a") == 200
 
 
-def test_a_token_of_64_hex_digits_is_a_token(tmp_path: Path) -> None:
+def test_a_token_of_64_hex_digits_is_a_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     token = hashlib.sha256(b"openssl rand -hex 32").hexdigest()
     (tmp_path / "tokens").write_text(f"a rw t {token}\nb rw t sha256:{hashlib.sha256(b'x' * 20).hexdigest()}\n")
     tokens = Tokens(tmp_path / "tokens")
     assert tokens.check(token.encode()) is not None
     assert tokens.check(b"x" * 20) is not None
     assert tokens.check(hashlib.sha256(b"x" * 20).hexdigest().encode()) is None
+    assert not caplog.records
 
 
 def test_a_token_with_a_prefix_reaches_no_other_keys(guarded: EngineProcess) -> None:
@@ -230,6 +233,29 @@ def test_a_wrong_setting_is_refused_with_its_name(tmp_path: Path) -> None:
     assert "KV_ENGINE_TOKENS_FILE" in _refused(**common, TOKENS_FILE=tmp_path / "none")
     assert "KV_ENGINE_TLS_CERT" in _refused(**common, TLS_CERT=tmp_path / "none", TLS_KEY=tmp_path / "none")
     assert "KV_ENGINE_TLS_CERT" in _refused(**common, TLS_KEY=tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("HOTBYTES", "KV_ENGINE_HOT_BYTES"), ("CAPACITY_BYTE", "KV_ENGINE_CAPACITY_BYTES"), ("QQQ", "docs/engine.md")],
+)
+def test_a_name_that_is_no_setting_is_refused_and_its_value_not_shown(tmp_path: Path, name: str, says: str) -> None:
+    said = _refused(ROOT=tmp_path, CAPACITY_BYTES=64 << 20, HTTP="127.0.0.1:0", **{name: "secret"})
+    assert f"KV_ENGINE_{name}" in said
+    assert says in said
+    assert "secret" not in said
+
+
+def test_a_misspelt_folder_is_named_before_the_missing_one(tmp_path: Path) -> None:
+    assert "KV_ENGINE_ROOTS" in _refused(ROOTS=tmp_path, CAPACITY_BYTES=64 << 20)
+
+
+def test_names_of_the_stack_and_of_kubernetes_are_not_the_engines_and_no_fault(tmp_path: Path) -> None:
+    env = {name: "x" for name in (*USER_KEYS, *MANAGED_KEYS) if name.startswith("KV_ENGINE_")}
+    env |= dict.fromkeys(("KV_ENGINE_TOKEN", "KV_ENGINE_PORT_9130_TCP_ADDR", "KV_ENGINE_SERVICE_HOST"), "x")
+    env |= {"KV_ENGINE_ROOT": str(tmp_path), "KV_ENGINE_CAPACITY_BYTES": str(64 << 20), "KV_ENGINE_HOTBYTES": ""}
+    env["KV_ENGINE_DURABILITY"] = "fsync"
+    assert EngineSettings.from_env(env).root == tmp_path
 
 
 def test_loopback_is_just_this_machine() -> None:

@@ -168,8 +168,6 @@ def _parse(words: list[str], where: str) -> tuple[bytes, Grant]:
                 f"{_SHORTEST} or more, or sha256: and its SHA-256 (64 hex digits)",
                 "make one: openssl rand -hex 24",
             )
-        if _DIGEST.fullmatch(digest):
-            log.warning("tokens: %s: 64 hex digits are taken for the token itself; a digest begins with sha256:", where)
         digest = hashlib.sha256(token.encode()).hexdigest()
     base, _, _ = scope.partition("+")
     grant = Grant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ __all__ = ["EngineSettings"]
 # The least that a block store, and a catalog, can do with.
 _LEAST, _CATALOG = 8 << 20, 2 << 20
 _MOST_WORKERS = 256
+# KV_ENGINE_…: a stack's (its .env), of `engine check`, and what Kubernetes tells of a service kv-engine.
+_OTHERS = ("ADDRESS", "CA", "CONNECTIONS", "DEADLINE", "DIR", "HOT_GB", "PATH", "TOKEN", "URL")
+_OTHERS_BEGIN = ("PORT", "SERVICE_")
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,11 @@ class EngineSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> EngineSettings:
-        """Read the KV_ENGINE_* variables (and KV_CACHE_ALLOW_FS); StoreError names the one that is wrong or missing."""
+        """Read the KV_ENGINE_* variables (and KV_CACHE_ALLOW_FS); StoreError names the one that is wrong, missing or
+        none that there is.
+        """
         read = _Reader(env)
         return cls(
-            root=read.path("ROOT", needed=True) or Path(),
             capacity=read.whole("CAPACITY_BYTES", 0),
             catalog=read.whole("CATALOG_BYTES", cls.catalog),
             hot=read.whole("HOT_BYTES", cls.hot),
@@ -160,6 +165,7 @@ class EngineSettings:
             header_s=read.number("HEADER_S", cls.header_s),
             body_s=read.number("BODY_S", cls.body_s),
             idle_s=read.number("IDLE_S", cls.idle_s),
+            root=read.last("ROOT"),
         )
 
 
@@ -168,15 +174,28 @@ class _Reader:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
+        self._known: set[str] = set()
 
     def text(self, knob: str, default: str) -> str:
+        self._known.add(knob)
         return self._env.get(f"KV_ENGINE_{knob}") or default
 
-    def path(self, knob: str, *, needed: bool = False) -> Path | None:
+    def path(self, knob: str) -> Path | None:
         text = self.text(knob, "")
-        if needed and not text:
-            raise StoreError(f"no KV_ENGINE_{knob}", "the engine's folder", f"set KV_ENGINE_{knob}")
         return Path(text) if text else None
+
+    def last(self, knob: str) -> Path:
+        """A path that is needed, asked for when all other names are known: what is none of them is refused."""
+        path = self.path(knob)
+        for name in sorted(name for name, value in self._env.items() if value and name.startswith("KV_ENGINE_")):
+            word = name.removeprefix("KV_ENGINE_")
+            if word not in self._known and word not in _OTHERS and not word.startswith(_OTHERS_BEGIN):
+                near = difflib.get_close_matches(word, self._known, 1)
+                fix = f"write KV_ENGINE_{near[0]}" if near else "see docs/engine.md"
+                raise StoreError(f"{name}, which is no setting", "names that are", f"{fix}, or take it out")
+        if path is None:
+            raise StoreError(f"no KV_ENGINE_{knob}", "the engine's folder", f"set KV_ENGINE_{knob}")
+        return path
 
     def number(self, knob: str, default: float) -> float:
         text = self.text(knob, "")

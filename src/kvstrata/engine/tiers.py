@@ -10,6 +10,7 @@ from kvstrata.engine.books import NAMESPACE, Content, Tier, block_key
 from kvstrata.engine.errors import Full, TooLarge
 from kvstrata.engine.settings import EngineSettings
 from kvstrata.store.direct import PinnedBlock
+from kvstrata.store.errors import StoreError
 from kvstrata.store.events import NoEvents
 from kvstrata.store.incoming import Incoming
 from kvstrata.store.keys import BlockKey
@@ -77,7 +78,12 @@ class Tiers:
             load_deadline_s=self._settings.disk_s,
             store_deadline_s=3 * self._settings.disk_s,
         )
-        return BlockStore.open(settings, _Listener(tier, self._watcher), evicting=False)
+        try:
+            return BlockStore.open(settings, _Listener(tier, self._watcher), evicting=False)
+        except StoreError as error:
+            ours = "KV_ENGINE_COLD_" if tier is Tier.COLD else "KV_ENGINE_"
+            texts = (text.replace("KV_STORE_", ours) for text in (error.found, error.needed, error.fix))
+            raise StoreError(*texts, owned=error.owned) from error
 
     def begin_evicting(self) -> None:
         """Evict from now on: not before somebody can bring what goes to the cold disk."""
