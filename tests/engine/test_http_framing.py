@@ -96,6 +96,50 @@ def test_a_bad_chunk_stores_nothing_and_ends_the_connection(engine: EngineProces
         assert wire.ask("GET", "/kv/badchunk").status == 404
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /healthz HTTP/1.1\nHost: h\n\n", 400),
+        (b"GET /healthz HTTP/1.1\r\nHost: h\n", 400),
+        (b"GET /healthz\n", 400),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n5\n", 400),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\n", 400),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n2\r\nabXX", 400),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: y\n", 400),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n0\r\nno trailer\r\n", 400),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n10000000000000000\r\n", 413),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n4000001\r\n", 413),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"e" * 10_000, 400),
+        (b"PUT /kv/s " + H + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: y\r\n" * 10_000, 400),
+    ],
+)  # fmt: skip
+def test_what_cannot_come_right_is_refused_before_its_time_is_over(
+    engine: EngineProcess, sent: bytes, status: int
+) -> None:
+    with Wire(engine.http) as wire:
+        wire.send(sent)
+        answer = wire.answer()
+        assert (answer.status, answer.stays) == (status, False)
+
+
+def test_a_chunked_body_may_be_cut_anywhere(wire: Wire) -> None:
+    body = b'4\r\nwiki\r\n0005;ext="1" ; x\r\npedia\r\n00\r\nTrailer: x\r\n\r\n'
+    for byte in wire.head("PUT", "/kv/drop-by-drop", Transfer_Encoding="chunked") + body:
+        wire.send(bytes([byte]))
+    assert wire.answer().status == 201
+    assert wire.ask("GET", "/kv/drop-by-drop").body == b"wikipedia"
+
+
+@pytest.mark.parametrize(("version", "status"), [("1.2", 200), ("1.9", 200), ("2.0", 505), ("3.1", 505), ("0.9", 505)])
+def test_a_later_minor_version_is_served_as_1_1_and_another_major_one_is_505(
+    engine: EngineProcess, version: str, status: int
+) -> None:
+    with Wire(engine.http) as wire:
+        wire.send(f"GET /healthz HTTP/{version}\r\nHost: h\r\n\r\n".encode())
+        answer = wire.answer()
+        assert (answer.status, answer.stays) == (status, status == 200)
+
+
 def test_chunks_beyond_the_limit_are_413(engine_process: object) -> None:
     engine = engine_process(MAX_VALUE_BYTES=100_000)  # type: ignore[operator]
     with Wire(engine.http) as wire:

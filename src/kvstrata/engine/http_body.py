@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import h11
-
 from kvstrata.engine.buffers import Budget, Busy, TooBig
-from kvstrata.engine.connection import Connection, Cut
+from kvstrata.engine.connection import Connection
+from kvstrata.engine.http_chunks import read_chunks
 from kvstrata.engine.http_head import Head
 from kvstrata.engine.http_reply import Problem
 
@@ -20,8 +19,6 @@ PIECE = 512 << 10
 # The slowest client that is waited for: bytes a second, on top of the time that every body has.
 _SLOWEST = 1 << 20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# h11 is given a head of our own, so that it is in the middle of a chunked body; ours has been read by then.
-_CHUNKED = b"PUT / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Bodies:
@@ -57,7 +54,7 @@ class Bodies:
                 self.allow(connection, size)
                 self.invite(connection, head)
                 if head.chunked:
-                    size = _read_chunks(connection, view)
+                    size = read_chunks(connection, view)
                 else:
                     connection.read_into(view)
                 head.unread = False
@@ -120,32 +117,3 @@ class Bodies:
 
 def _busy(error: Busy) -> Problem:
     return Problem(503, "Busy", f"no memory for the body: {error}", headers=b"Retry-After: 1\r\n")
-
-
-def _read_chunks(connection: Connection, view: memoryview) -> int:
-    """Join the chunks in `view`. Returns the length; what follows the body stays in `buffered`."""
-    parser = h11.Connection(h11.SERVER)
-    parser.receive_data(_CHUNKED)
-    parser.next_event()
-    size = 0
-    while True:
-        try:
-            event = parser.next_event()
-        except h11.RemoteProtocolError as error:
-            raise Problem(400, "BadChunk", f"the chunked body is not well formed: {error}", close=True) from None
-        if event is h11.NEED_DATA:
-            if not connection.buffered:
-                connection.wait()
-            parser.receive_data(bytes(connection.buffered))
-            connection.buffered.clear()
-        elif isinstance(event, h11.Data):
-            if size + len(event.data) > len(view):
-                raise Problem(413, "TooLarge", f"a body of more than {len(view)} bytes", close=True)
-            view[size : size + len(event.data)] = event.data
-            size += len(event.data)
-        elif isinstance(event, h11.EndOfMessage):
-            rest, _ = parser.trailing_data
-            connection.buffered[:0] = rest
-            return size
-        else:
-            raise Cut

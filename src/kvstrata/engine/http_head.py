@@ -28,6 +28,7 @@ _SINGLE = frozenset((
     b"authorization", b"connection", b"content-length", b"content-type", b"expect", b"host", b"if-none-match",
     b"if-range", b"range", b"transfer-encoding", b"x-eg-data-version",
 ))  # fmt: skip
+_VERSION = re.compile(rb"HTTP/(\d)\.\d")
 _BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 # RFC 9110: visible ASCII without these; a target with others is no URI, and proxies disagree about what it means.
 _NO_URI = re.compile(rb"[^!$%&'()*+,\-./0-9:;=@A-Z_a-z~?]")
@@ -85,6 +86,7 @@ class Head:
 
 def parse(raw: bytes) -> Head:
     """Read a head, from its first byte to the empty line that ends it. Raises Problem."""
+    raw = _of_1_1(raw)
     head = Head()
     parser = httptools.HttpRequestParser(head)
     try:
@@ -95,9 +97,6 @@ def parse(raw: bytes) -> Head:
         pass  # nothing to upgrade to here: it is answered as if it had not been asked
     except httptools.HttpParserError as error:
         raise Problem(400, "BadRequest", f"not a request of HTTP/1.1: {error}") from None
-    version = parser.get_http_version()
-    if version not in ("1.1", "1.0"):
-        raise Problem(505, "BadVersion", "this server speaks HTTP/1.1 and HTTP/1.0")
     method = head.method = parser.get_method()
     if len(head.target) > MAX_TARGET:
         raise Problem(414, "TargetTooLong", f"a target of {len(head.target)} bytes; {MAX_TARGET} at most")
@@ -110,7 +109,7 @@ def parse(raw: bytes) -> Head:
         raise Problem(400, "DuplicateHeader", f"{head.twice.decode('latin-1')} is there twice")
     if head.count > MAX_HEADERS:
         raise Problem(431, "TooManyHeaders", f"{head.count} headers; {MAX_HEADERS} at most")
-    if version == "1.1":
+    if parser.get_http_version() == "1.1":
         if not headers.get(b"host"):
             raise Problem(400, "NoHost", "HTTP/1.1 needs one Host header")
         head.keep = b"close" not in headers.get(b"connection", b"").lower()
@@ -119,6 +118,17 @@ def parse(raw: bytes) -> Head:
         head.keep = b"keep-alive" in headers.get(b"connection", b"").lower()
     _frame(head)
     return head
+
+
+def _of_1_1(raw: bytes) -> bytes:
+    """With the version that we speak: a later minor one is served as ours (RFC 9110, 2.5). Problem 505."""
+    end = raw.find(b"\r\n")
+    version = _VERSION.fullmatch(raw, end - 8, end)
+    if version is None or version[0] in (b"HTTP/1.1", b"HTTP/1.0"):
+        return raw  # what is no version, the parser refuses
+    if version[1] != b"1":
+        raise Problem(505, "BadVersion", "this server speaks HTTP/1.1 and HTTP/1.0")
+    return raw[: end - 1] + b"1" + raw[end:]
 
 
 def _frame(head: Head) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ _SMALL = 64 << 10
 _DROP_S = 5.0
 _DROP = (_DROP_S, 128 << 20)
 _DROP_STRANGER = (1.0, 1 << 20)
+
+# A head with it never ends, and parsers disagree about what it means.
+_BARE = re.compile(rb"(?:^|[^\r])\n")
 
 # Threads that no tenant holds: for the open pages, and to refuse.
 _SPARE = 16
@@ -90,7 +94,7 @@ class Http:
     # -- the head
 
     def _next_head(self, connection: Connection) -> bytes | None:
-        """The next request's head; None when the client has closed. Raises NotYet, Problem 408 and 431."""
+        """The next request's head; None when the client has closed. Raises NotYet, Problem 400, 408 and 431."""
         buffered = connection.buffered
         seen = 0
         while True:
@@ -105,6 +109,8 @@ class Http:
                 return raw
             if len(buffered) > MAX_HEAD:
                 break
+            if _BARE.search(buffered, seen):
+                raise Problem(400, "BadRequest", "a line of a head ends with a carriage return and a line feed")
             seen = max(0, len(buffered) - 3)
             if not buffered:
                 connection.until(None)
