@@ -66,6 +66,22 @@ def test_bodies_that_find_no_memory_in_time_get_503_and_then_it_goes_on(engine_p
         assert wire.ask("PUT", "/kv/other", b"x" * MIB).status == 201
 
 
+def test_who_waits_for_memory_keeps_no_room_on_the_disk(engine_process: Start) -> None:
+    engine = engine_process(MEMORY_BYTES=64 * MIB, CAPACITY_BYTES=66 * MIB)
+    slow, large = Wire(engine.http), Wire(engine.http)
+    with Wire(engine.http) as wire:
+        assert {wire.ask("PUT", f"/kv/{n}", value_of(str(n), 10 * MIB)).status for n in range(5)} == {201}
+        slow.send(slow.head("PUT", "/kv/slow", Transfer_Encoding="chunked"))  # of unknown length: all of it
+        until(lambda: b"kvstrata_engine_memory_used_bytes 6.7" in wire.ask("GET", "/metrics").body)
+        large.send(large.head("PUT", "/kv/large", Content_Length=40 * MIB))
+        until(lambda: b"kvstrata_engine_memory_waiting 1.0" in wire.ask("GET", "/metrics").body)
+        assert wire.ask("GET", "/kv/stats").json["evictions"] == 0
+    slow.sock.close()
+    large.send(b"x" * 40 * MIB)
+    assert large.answer().status == 201
+    large.sock.close()
+
+
 def test_a_connection_too_many_is_told_so(engine_process: Start) -> None:
     engine = engine_process(MAX_CONNECTIONS=10)
     held = [Wire(engine.http) for _ in range(10)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -100,6 +101,47 @@ def test_the_etag_is_of_the_content(wire: Wire, key: str) -> None:
     assert wire.ask("GET", f"/kv/{key}", If_Range='"x"', Range="bytes=0-0").status == 200
 
 
+def _ask(wire: Wire, method: str, path: str, name: str, value: str) -> int:
+    body = b"new" if method == "PUT" else None
+    return wire.ask(method, path, body, **{name: value}).status
+
+
+@pytest.mark.parametrize("place", ["/kv/", "/kv/branch/{branch}/"])
+def test_a_condition_is_kept_whatever_the_method(wire: Wire, key: str, place: str) -> None:
+    made = wire.ask("POST", "/kv/snapshot", b'{"keys": []}').json["snapshot"]
+    place = place.format(branch=wire.ask("POST", f"/kv/snapshot/{made}/fork").json["branch"])
+    path, nothing = f"{place}{key}", f"{place}{key}-not"
+    wire.ask("PUT", path, b"value")
+    tag = wire.ask("GET", path).headers["etag"]
+    for method in ("GET", "HEAD", "PUT", *(() if "branch" in place else ("DELETE",))):
+        there = 304 if method in ("GET", "HEAD") else 412
+        assert _ask(wire, method, path, "If_Match", '"x"') == 412
+        assert _ask(wire, method, path, "If_Match", f"W/{tag}") == 412
+        assert _ask(wire, method, path, "If_None_Match", tag) == there
+        assert _ask(wire, method, path, "If_None_Match", f'"x", W/{tag}') == there
+        assert _ask(wire, method, path, "If_None_Match", "*") == there
+        if method != "PUT":
+            assert _ask(wire, method, nothing, "If_Match", "*") == 404  # as without it
+    assert wire.ask("GET", path).body == b"value"
+    assert _ask(wire, "PUT", nothing, "If_Match", "*") == 412
+    assert wire.ask("GET", nothing).status == 404
+    assert _ask(wire, "PUT", nothing, "If_None_Match", "*") in (200, 201)
+    assert wire.ask("GET", nothing).body == b"new"
+    assert _ask(wire, "PUT", path, "If_Match", f'"x", {tag}') == 200
+    assert _ask(wire, "PUT", path, "If_None_Match", '"x"') == 200
+    if "branch" not in place:
+        assert _ask(wire, "DELETE", path, "If_Match", tag) == 204
+
+
+def test_of_many_who_want_to_be_the_first_one_is(engine: EngineProcess, key: str) -> None:
+    def put(number: int) -> int:
+        with Wire(engine.http) as wire:
+            return wire.ask("PUT", f"/kv/{key}", b"%d" % number * 300_000, If_None_Match="*").status
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sorted(pool.map(put, range(8))) == [201, *[412] * 7]
+
+
 @pytest.mark.parametrize(
     ("sent", "same"),
     [("a%2Fb%40c", "a%2fb@c"), ("%E2%82%AC", "%e2%82%ac"), ("plain", "%70lain"), ("%00%FF", "%00%ff"), ("%25", "%25")],
@@ -129,7 +171,10 @@ def test_a_key_of_4096_bytes_works_however_it_is_spelled(wire: Wire) -> None:
 
 
 def test_the_names_of_routes_are_keys_when_escaped(wire: Wire) -> None:
-    assert wire.ask("PUT", "/kv/stats", b"v").status == 405
+    for word, status in (("stats", 405), ("batch", 404), ("fork", 404)):
+        answer = wire.ask("PUT", f"/kv/{word}", b"v")
+        assert answer.status == status
+        assert f"/kv/%{ord(word[0]):02x}{word[1:]}" in answer.json["message"]
     assert wire.ask("PUT", "/kv/%73tats", b"v").status == 201
     assert wire.ask("GET", "/kv/%73tats").body == b"v"
 
@@ -222,6 +267,7 @@ def test_a_branch_sees_its_own_writes_only(wire: Wire, key: str) -> None:
     assert wire.ask("PUT", f"/kv/branch/{one}/{key}", b"mine").status == 200
     assert wire.ask("GET", f"/kv/branch/{one}/{key}").body == b"mine"
     assert wire.ask("GET", f"/kv/branch/{two}/{key}").body == b"base"
+    assert wire.ask("HEAD", f"/kv/branch/{two}/{key}").headers["content-length"] == "4"  # and no body follows
     assert wire.ask("GET", f"/kv/{key}").body == b"base"
     assert wire.ask("GET", f"/kv/branch/{one}/else").json["error"] == "NoSuchBranchKey"
     assert wire.ask("DELETE", f"/kv/snapshot/{made['snapshot']}").json["error"] == "StillReferenced"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.engine.resp_parse import SMALL
+from tests.engine.engines import until
 from tests.engine.resp_parts import (
     MIB,
     NIL,
@@ -218,12 +219,27 @@ def test_small_talk(client: Client) -> None:
     client("SET", "k", "v")
     info = client("INFO").decode()
     assert "redis_version:" in info
-    assert "db0:keys=1," in info
+    assert "db0:keys=1,expires=0\r\n" in info
     assert client("INFO", "memory").decode().startswith("# Memory\r\nused_memory:")
     client.raw(b"ping\r\n\r\nget k\r\n")
     assert [client.reply(), client.reply()] == ["PONG", b"v"]
     assert client("QUIT") == "OK"
     assert client.closed()
+
+
+def test_info_says_how_many_keys_will_end(client: Client) -> None:
+    def told() -> str:
+        return client("INFO", "keyspace").decode().split("db0:")[1].strip()  # type: ignore[no-any-return]
+
+    client("SET", "stays", "v")
+    client("SET", "ends", "v", "EX", 100)
+    client("SET", "too", "v", "EX", 100)
+    assert told() == "keys=3,expires=2"
+    client("SET", "ends", "w")
+    client("DEL", "too")
+    assert told() == "keys=2,expires=0"
+    client("SET", "ends", "v", "PX", 20)
+    until(lambda: told() == "keys=1,expires=0")
 
 
 @pytest.mark.parametrize(

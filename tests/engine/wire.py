@@ -70,6 +70,7 @@ class Wire:
             self._more()
         raw, _, self.buffer = self.buffer.partition(b"\r\n\r\n")
         first, *lines = raw.decode("latin-1").split("\r\n")
+        assert first.startswith("HTTP/1.1 "), f"no answer: {first!r}"
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
         status = int(first.split(" ")[1])
         length = 0 if method == "HEAD" or status in (100, 204, 304) else int(headers.get("content-length", "0"))

@@ -96,9 +96,9 @@ class Ref:
 @dataclass(slots=True)
 class Tenant:
     """Everything of one tenant. `unique`, `resident`: contents that have a key, and their bytes; `logical`: bytes of
-    all references; `names`: what its keys take in the catalog; `places`: [bytes, blocks] of the contents whose fastest
-    place is that tier, so none twice; `version`: entries with an older tag are gone; `changed`: names of counters that
-    are not written.
+    all references; `ends`: keys that expire; `names`: what its keys take in the catalog; `places`: [bytes, blocks] of
+    the contents whose fastest place is that tier, so none twice; `version`: entries with an older tag are gone;
+    `changed`: names of counters that are not written.
     """
 
     refs: dict[bytes, Ref] = field(default_factory=dict)
@@ -107,6 +107,7 @@ class Tenant:
     resident: int = 0
     logical: int = 0
     version: int = 0
+    ends: int = 0
     names: int = 0
     places: dict[Tier, list[int]] = field(default_factory=lambda: {tier: [0, 0] for tier in Tier})
     counters: Counter[str] = field(default_factory=Counter)
@@ -185,6 +186,7 @@ class Books:
             of.resident += ref.content.size
         ref.content.add(key)
         of.logical += ref.content.size
+        of.ends += ref.expires > 0
         self._named(of, row_bytes(ref.content.tenant, key))
         return before
 
@@ -196,6 +198,7 @@ class Books:
         content = ref.content
         content.remove(key)
         of.logical -= content.size
+        of.ends -= ref.expires > 0
         self._named(of, -row_bytes(content.tenant, key))
         if not content.named:
             of.unique -= 1

@@ -167,6 +167,11 @@ class Engine:
             self._expiries.end(time.time())
             return len(self._core.books.of(tenant).refs)
 
+    def expiring(self, tenant: str) -> int:
+        """How many of them end by themselves."""
+        with self._lock:
+            return self._core.books.of(tenant).ends
+
     def scan(
         self, tenant: str, cursor: bytes = b"", match: bytes | None = None, count: int = 10
     ) -> tuple[bytes, list[bytes]]:

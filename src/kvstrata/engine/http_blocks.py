@@ -9,10 +9,11 @@ from kvstrata.engine.connection import Cut
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Corrupt
 from kvstrata.engine.http_body import PIECE, Bodies
+from kvstrata.engine.http_conditions import demand, wanted
 from kvstrata.engine.http_reply import BINARY, Problem
 from kvstrata.engine.http_request import Request
 
-__all__ = ["Blocks", "send_block", "shown"]
+__all__ = ["Blocks", "send_block", "shown", "tag_of"]
 
 _RANGE = re.compile(rb"bytes=(\d{0,19})-(\d{0,19})")
 _NUMBER = re.compile(rb"\d{1,19}")
@@ -40,7 +41,11 @@ class Blocks:
         if about is None:
             raise _missing()
         size, digest = about
-        request.answer_head(size, _tag_lines(_tag(digest)))
+        lines = _tag_lines(tag_of(digest))
+        if wanted(request.head.headers, tag_of(digest)):
+            request.answer_head(size, lines)
+        else:
+            request.answer(304, headers=lines)
 
     def put(self, request: Request, segment: bytes) -> None:
         """Store it; 201 if it is new, 200 if the key was there: the first value stays."""
@@ -53,6 +58,7 @@ class Blocks:
             raise _empty()
         if version is not None and version < (current := self._engine.version(tenant)):
             raise Problem(409, "StaleVersion", f"data version {version}; the current one is {current}")
+        demand(request, lambda: self._tag(tenant, key))
         connection, head = request.connection, request.head
         if (there := self._engine.present(tenant, key)) is not None:
             self._bodies.skipped(connection, head, self._max_value, tenant)
@@ -64,14 +70,17 @@ class Blocks:
                 new, digest = self._engine.put(tenant, key, body, version=version)
         else:
             new, digest = self._put_large(request, key, size, version)
-        request.answer(201 if new else 200, headers=_tag_lines(_tag(digest)))
+        if not new:
+            demand(request, lambda: tag_of(digest))  # it may have come meanwhile
+        request.answer(201 if new else 200, headers=_tag_lines(tag_of(digest)))
 
     def _put_large(self, request: Request, key: bytes, size: int, version: int | None) -> tuple[bool, str]:
         """Hash and write while the rest is still coming."""
         bodies, connection = self._bodies, request.connection
         with (
-            self._engine.receive(request.grant.tenant, key, size, version=version) as incoming,
+            # Memory first: who waits for it must not keep room on the disk from others.
             bodies.pieces(connection, request.head, request.grant.tenant) as pieces,
+            self._engine.receive(request.grant.tenant, key, size, version=version) as incoming,
         ):
             for piece in pieces:
                 incoming.write(piece)
@@ -80,9 +89,16 @@ class Blocks:
     def delete(self, request: Request, segment: bytes) -> None:
         """Forget the key."""
         request.need_write()
-        if not self._engine.delete(request.grant.tenant, [request.key(segment)]):
+        tenant, key = request.grant.tenant, request.key(segment)
+        if (tag := self._tag(tenant, key)) is not None:
+            demand(request, lambda: tag)
+        if not self._engine.delete(tenant, [key]):
             raise _missing()
         request.answer(204)
+
+    def _tag(self, tenant: str, key: bytes) -> bytes | None:
+        about = self._engine.about(tenant, key)
+        return tag_of(about[1]) if about is not None else None
 
     def exists(self, request: Request, segment: bytes) -> None:
         """Whether it is there."""
@@ -92,13 +108,16 @@ class Blocks:
 
 
 def send_block(request: Request, block: Block, bodies: Bodies) -> None:
-    """Answer GET with a block: 200, 206 for a range, 304 if the client has it, 404 if it turns out to be damaged."""
+    """Answer GET or HEAD with a block: 200, 206 for a range, 304 if the client has it, 404 if it is found damaged."""
     headers = request.head.headers
     size = block.size
-    tag = _tag(block.digest)
+    tag = tag_of(block.digest)
     lines = _tag_lines(tag)
-    if _matches(headers.get(b"if-none-match"), tag):
+    if not wanted(headers, tag):
         request.answer(304, headers=lines)
+        return
+    if request.head.method == b"HEAD":
+        request.answer_head(size, lines)
         return
     start, stop, status = 0, size, 200
     asked = headers.get(b"range")
@@ -117,12 +136,6 @@ def send_block(request: Request, block: Block, bodies: Bodies) -> None:
             raise Cut from error  # a short body is how the client sees it
         raise _missing() from error
     request.sent += stop - start
-
-
-def _matches(header: bytes | None, tag: bytes) -> bool:
-    if header is None:
-        return False
-    return header.strip() == b"*" or any(one.strip().removeprefix(b"W/") == tag for one in header.split(b","))
 
 
 def _range(header: bytes, size: int) -> tuple[int, int] | None:
@@ -159,7 +172,8 @@ def _missing() -> Problem:
     return Problem(404, "NoSuchBlock", "no block has this key")
 
 
-def _tag(digest: str) -> bytes:
+def tag_of(digest: str) -> bytes:
+    """The ETag of a content."""
     return b'"%b"' % digest.encode()
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from kvstrata.engine.content import Engine
-from kvstrata.engine.http_blocks import send_block
+from kvstrata.engine.errors import NoSuchBranchKey
+from kvstrata.engine.http_blocks import send_block, tag_of
 from kvstrata.engine.http_body import Bodies
+from kvstrata.engine.http_conditions import demand
 from kvstrata.engine.http_json import keys_of, object_of, seconds_of
 from kvstrata.engine.http_reply import Problem
 from kvstrata.engine.http_request import Request
@@ -90,11 +92,19 @@ class Control:
         branch = _number(number)
         if self._bodies.announced(request.head, self._max_value) == 0:
             raise Problem(400, "Empty", "a block has at least one byte")
+        demand(request, lambda: self._branch_tag(request.grant.tenant, branch, key))
         with self._bodies.received(request.connection, request.head, self._max_value, request.grant.tenant) as body:
             if not body:
                 raise Problem(400, "Empty", "a block has at least one byte")
             self._engine.branch_put(request.grant.tenant, branch, key, body)
         request.answer(200)
+
+    def _branch_tag(self, tenant: str, branch: int, key: bytes) -> bytes | None:
+        try:
+            with self._engine.branch_open(tenant, branch, key) as block:
+                return tag_of(block.digest)
+        except NoSuchBranchKey:
+            return None
 
     def fork_stats(self, request: Request) -> None:
         """Snapshots and branches of this tenant, and what they hold."""

@@ -25,8 +25,8 @@ MAX_KEY = 4096
 
 # A second one of these would leave it to chance which of the two counts.
 _SINGLE = frozenset((
-    b"authorization", b"connection", b"content-length", b"content-type", b"expect", b"host", b"if-none-match",
-    b"if-range", b"range", b"transfer-encoding", b"x-eg-data-version",
+    b"authorization", b"connection", b"content-length", b"content-type", b"expect", b"host", b"if-match",
+    b"if-none-match", b"if-range", b"range", b"transfer-encoding", b"x-eg-data-version",
 ))  # fmt: skip
 _VERSION = re.compile(rb"HTTP/(\d)\.\d")
 _BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")

@@ -64,21 +64,32 @@ class Routes:
             if len(shape) == len(segments):
                 found = _fit(shape, segments)
                 if found is not None:
-                    return self._of(methods, method, found)
-        raise Problem(404, "NoSuchRoute", "no such route; a / in a key is written %2F (docs/engine.md)")
+                    return self._of(methods, method, found, _as_a_key(segments))
+        text = _as_a_key(segments) or "; a / in a key is written %2F (docs/engine.md)"
+        raise Problem(404, "NoSuchRoute", f"no such route{text}")
 
     @staticmethod
-    def _of(methods: dict[bytes, tuple[str, Handler]], method: bytes, segments: tuple[bytes, ...]) -> Found:
+    def _of(
+        methods: dict[bytes, tuple[str, Handler]], method: bytes, segments: tuple[bytes, ...], hint: str = ""
+    ) -> Found:
         known = methods.get(method)
         if known is None and method == b"HEAD":
             known = methods.get(b"GET")
         if known is None:
             allow = sorted({*methods, *([b"HEAD"] if b"GET" in methods else [])})
             raise Problem(
-                405, "MethodNotAllowed", f"allowed here: {b', '.join(allow).decode()}",
+                405, "MethodNotAllowed", f"allowed here: {b', '.join(allow).decode()}{hint}",
                 headers=b"Allow: %b\r\n" % b", ".join(allow),
             )  # fmt: skip
         return Found(known[0], known[1], segments)
+
+
+def _as_a_key(segments: list[bytes]) -> str:
+    """How to say that the word of a route is a key."""
+    if len(segments) != 2 or segments[0] != b"kv" or segments[1] not in RESERVED:
+        return ""
+    word = segments[1].decode()
+    return f"; {word} is the word of a route: as a key, write /kv/%{ord(word[0]):02x}{word[1:]}"
 
 
 def _fit(shape: list[bytes], segments: list[bytes]) -> tuple[bytes, ...] | None:

@@ -144,7 +144,7 @@ def info(session: Session, command: Command) -> Reply:
             "evicted_keys": stats["evictions"],
         },
         "replication": {"role": "master", "connected_slaves": 0},
-        "keyspace": {"db0": f"keys={shared.engine.count(tenant)},expires=0,avg_ttl=0"},
+        "keyspace": {"db0": f"keys={shared.engine.count(tenant)},expires={shared.engine.expiring(tenant)}"},
     }
     wanted = {shown(word.lower()) for word in command.words()}
     chosen = (
