@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +63,41 @@ def test_the_document_knows_every_status_of_the_description(engine: EngineProces
         for status in operation["responses"]
     }
     assert {status for status in described if int(status) >= 400} <= set(re.findall(r"\b[45]\d\d\b", TEXT))
+
+
+def _described(engine: EngineProcess) -> dict[str, dict[str, dict[str, Any]]]:
+    """Path to method to operation."""
+    with Wire(engine.http) as wire:
+        paths = wire.ask("GET", "/openapi.json").json["paths"]
+    return {
+        path: {name: one for name, one in operations.items() if name != "parameters"}
+        for path, operations in paths.items()
+    }
+
+
+def test_the_description_has_every_figure_of_the_stats(engine: EngineProcess) -> None:
+    with Wire(engine.http) as wire:
+        answer = wire.ask("GET", "/kv/stats").json
+    answers = _described(engine)["/kv/stats"]["get"]["responses"]
+    schema = answers["200"]["content"]["application/json"]["schema"]
+    assert set(answer) == set(schema["properties"])
+    assert set(answer) - set(schema["required"]) == {"catalog_bytes"}  # of an admin
+    tiers = schema["properties"]["tiers"]
+    assert set(answer["tiers"]) == set(tiers["properties"])
+    assert set(answer["tiers"]["warm"]) == set(tiers["properties"]["warm"]["properties"])
+
+
+def test_the_description_says_what_every_request_may_be_answered(engine: EngineProcess) -> None:
+    for path, operations in _described(engine).items():
+        for name, one in operations.items():
+            assert {"405", "500", "501", "505"} <= set(one["responses"]), (name, path)
+
+
+def test_a_branchs_block_is_described_like_any_other(engine: EngineProcess) -> None:
+    paths = _described(engine)
+    block, branch = paths["/kv/{key}"]["get"], paths["/kv/branch/{number}/{key}"]["get"]
+    assert set(branch["responses"]) == set(block["responses"])
+    assert branch["parameters"] == block["parameters"]
+    for operation in (block, branch, paths["/kv/{key}"]["put"], paths["/kv/branch/{number}/{key}"]["put"]):
+        assert {"If-Match", "If-None-Match"} <= {one["name"] for one in operation["parameters"]}
+        assert "412" in operation["responses"]

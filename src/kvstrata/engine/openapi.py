@@ -18,19 +18,24 @@ _PROBLEMS = {
     401: "No token, or one that the server does not know.",
     403: "The token may not do this, or not with this key.",
     404: "No such thing.",
+    405: "Not with this method; Allow says with which.",
     408: "It took too long to arrive.",
     409: "Something else still needs it, or the data version has moved on.",
     411: "No Content-Length and no chunks.",
+    412: "What is there is not what If-Match or If-None-Match ask for.",
     413: "Too large.",
     414: "The path is too long.",
     415: "Not JSON.",
     416: "The range is outside the block.",
     417: "An expectation that is not 100-continue.",
     431: "Too many or too large headers.",
+    500: "A fault; the server's log says which.",
+    501: "A method or a transfer coding that is not known.",
     503: "Not now; Retry-After says when.",
+    505: "Not HTTP/1.x.",
     507: "No room, and none will be made.",
 }
-_ALWAYS = (400, 401, 403, 408, 413, 414, 417, 431, 503)
+_ALWAYS = (400, 401, 403, 405, 408, 413, 414, 417, 431, 500, 501, 503, 505)
 _BINARY: Json = {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}}
 # Where what was made here goes next; tests walk along these.
 _TO_SNAPSHOT: Json = {
@@ -57,11 +62,12 @@ _VERSION: Json = {
     "name": "X-EG-Data-Version", "in": "header", "required": False, "schema": _NUMBER,
     "description": "Tags the entry: it is gone once the tenant's data version is higher.",
 }  # fmt: skip
-_TIER: Json = {"type": "object", "additionalProperties": {"type": "object"}}
 _STATS = (
     "unique_blocks", "total_refs", "resident_bytes", "logical_bytes", "dedup_savings_bytes", "dedup_hits", "get_hits",
-    "get_misses", "put_new", "evictions", "capacity_bytes", "stale_retired",
+    "get_misses", "put_new", "evictions", "capacity_bytes", "stale_retired", "keys_retired", "corrupt", "demotions",
+    "promotions",
 )  # fmt: skip
+_TAGS = {"ETag": "The digest of the content.", "Accept-Ranges": "bytes"}
 
 
 def description() -> Json:
@@ -79,25 +85,21 @@ def description() -> Json:
 
 
 def _blocks() -> Json:
-    tags = {"ETag": "The digest of the content.", "Accept-Ranges": "bytes"}
-    found = _answer("The block.", _BINARY, tags)
-    part = _answer("The range that was asked for.", _BINARY, {**tags, "Content-Range": "Which bytes of how many."})
-    ranged = _header("Range", "One range of bytes; anything else is answered with the whole block.")
-    conditional = _header("If-None-Match", "ETags that the client has.")
     return {
         "/kv/{key}": {
             "parameters": [_KEY],
-            "get": _operation(
-                "Get a block", {200: found, 206: part, 304: _answer("The client has it.", {}, tags)}, (404, 416),
-                parameters=[ranged, _header("If-Range", "An ETag: else the whole block."), conditional],
+            "get": _get("Get a block"),
+            "head": _operation(
+                "Its length",
+                {200: _answer("It is there.", _BINARY, _TAGS), 304: _answer("The client has it.", {}, _TAGS)},
+                (404, 412), parameters=_conditions(),
             ),
-            "head": _operation("Its length", {200: _answer("It is there.", _BINARY, tags)}, (404,)),
             "put": _operation(
                 "Store a block; the first value of a key stays",
-                {200: _answer("The key was there; the body was not stored."), 201: _answer("Stored.")}, (409, 411, 507),
-                parameters=[_VERSION], body=_BINARY,
+                {200: _answer("The key was there; the body was not stored."), 201: _answer("Stored.")},
+                (409, 411, 412, 507), parameters=[_VERSION, *_conditions()], body=_BINARY,
             ),
-            "delete": _operation("Forget a key", {204: _answer("Gone.")}, (404,)),
+            "delete": _operation("Forget a key", {204: _answer("Gone.")}, (404, 412), parameters=_conditions()),
         },
         "/kv/{key}/exists": {
             "parameters": [_KEY],
@@ -117,11 +119,41 @@ def _blocks() -> Json:
     }  # fmt: skip
 
 
+def _get(summary: str, name: str = "") -> Json:
+    part = _answer("The range that was asked for.", _BINARY, {**_TAGS, "Content-Range": "Which bytes of how many."})
+    return _operation(
+        summary, {200: _answer("The block.", _BINARY, _TAGS), 206: part, 304: _answer("The client has it.", {}, _TAGS)},
+        (404, 412, 416), name=name,
+        parameters=[
+            _header("Range", "One range of bytes; anything else is answered with the whole block."),
+            _header("If-Range", "An ETag: else the whole block."),
+            *_conditions(),
+        ],
+    )  # fmt: skip
+
+
+def _conditions() -> list[Json]:
+    return [
+        _header("If-Match", "ETags, one of which must be that of what is there; *: something must be there."),
+        _header("If-None-Match", "ETags, none of which may be; *: nothing may be there."),
+    ]
+
+
 def _figures() -> Json:
     version = _json(tracking={"type": "boolean"}, version=_COUNT)
+    admins: Json = {**_COUNT, "description": "On the disk; for an admin."}
+    tier = _schema({"bytes": _COUNT, "blocks": _COUNT, "capacity_bytes": _COUNT, "disk_bytes": admins})
+    tier["required"].remove("disk_bytes")
     figures: Json = dict.fromkeys(_STATS, _COUNT)
-    figures |= {"hit_rate": {"type": "number", "minimum": 0, "maximum": 1}, "tiers": _TIER}
-    stats = _answer("Done.", {"application/json": {"schema": _schema(figures)}})
+    figures |= {
+        "hit_rate": {"type": "number", "minimum": 0, "maximum": 1},
+        "backend": {"type": "string"},
+        "durable": {"type": "boolean"},
+        "durability": {"enum": ["process", "fsync"]},
+        "tiers": _schema(dict.fromkeys(("hot", "warm", "cold"), tier)),
+    }
+    schema = _schema({**figures, "catalog_bytes": admins}, list(figures))
+    stats = _answer("Done.", {"application/json": {"schema": schema}})
     return {
         "/kv/stats": {"get": _operation("What is kept, and how it was used", {200: stats})},
         "/kv/version": {"get": _operation("The tenant's data version", {200: version})},
@@ -162,11 +194,10 @@ def _forks() -> Json:
         },
         "/kv/branch/{number}/{key}": {
             "parameters": [_id(), _KEY],
-            "get": _operation(
-                "A block as the branch sees it", {200: _answer("The block.", _BINARY)}, (404, 416), name="branchGet"
-            ),
+            "get": _get("A block as the branch sees it", "branchGet"),
             "put": _operation(
-                "Write in the branch alone", {200: _answer("Written.")}, (404, 411, 507), body=_BINARY, name="branchPut"
+                "Write in the branch alone", {200: _answer("Written.")}, (404, 411, 412, 507), body=_BINARY,
+                parameters=_conditions(), name="branchPut",
             ),
         },
     }  # fmt: skip
