@@ -239,10 +239,11 @@ class Http:
             keep = request.keep and not head.unread and not problem.close
             minor, bare = head.minor, head.method == b"HEAD"
         connection.until(_DROP_S)
-        # A stranger's thread waits for nothing, or strangers could hold all of them.
-        send = connection.send if known else connection.send_at_once
+        # The thread of a stranger, or of a tenant that has its part, waits for nothing: they could hold all of them.
+        crowded = isinstance(problem, _Crowded)
+        send = connection.send if known and not crowded else connection.send_at_once
         send(_problem_bytes(problem, keep=keep, minor=minor, bare=bare))
-        if unread and not isinstance(problem, _Crowded):  # whose thread is wanted elsewhere
+        if unread and not crowded:
             with self._strangers.waiting(known) as free:
                 if free:
                     connection.finish(*(_DROP if known else _DROP_STRANGER))
