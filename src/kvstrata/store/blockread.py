@@ -21,6 +21,9 @@ __all__ = ["OpenBlock", "open_block"]
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Bytes a system call, about. A call more is another turn for the interpreter's lock: 3 MiB in one are 20 % faster.
 _RUN = 4 << 20
+# A short head that is sent before a piece moves it by as much in the kernel's pages, and a copy to a place a few bytes
+# further in its page than its source makes 3 GB/s instead of 40 on an AMD EPYC (Zen 4): RESP's head has ten.
+_ASIDE = PAGE // 2
 
 
 class OpenBlock:
@@ -106,7 +109,7 @@ class OpenBlock:
         header = self.header
         if header.stored_len != header.raw_len or not header.raw_len:
             return 0
-        room = self._scratch.take(min(header.sub_bytes, header.raw_len))
+        room = self._scratch.take(_ASIDE + min(header.sub_bytes, header.raw_len))[_ASIDE:]
         return self._cached.send(self._fd, sock, room, header.raw_len, header.starts[0], header.crcs, head, tail)
 
     def verify(self, room: Scratch) -> None:
@@ -158,7 +161,8 @@ class OpenBlock:
         begin = start - start % PAGE if self._direct else start
         skip, room = start - begin, start + size - begin
         room = -(-room // PAGE) * PAGE if self._direct else room
-        view, got = self._scratch.take(room), 0
+        aside = 0 if self._direct else _ASIDE
+        view, got = self._scratch.take(aside + room)[aside:], 0
         while got < skip + size:
             more = os.preadv(self._fd, [view[got:]], begin + got)
             if not more:
