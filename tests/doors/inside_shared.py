@@ -17,6 +17,8 @@ from inside_manager import CHUNKS
 from remote_parts import TOKEN, Process, ours
 from shared_server import CacheServer
 
+#: Half of it is what lookups may be promised in half a minute, and the tests of one engine are done in less.
+ROOMY = str(1 << 30)
 #: ca.pem, cert.pem and key.pem for 127.0.0.1: made outside, because the image has nothing that makes certificates.
 CERTIFICATES = Path(os.environ["KVSTRATA_CERTIFICATES"])
 
@@ -49,7 +51,7 @@ class Stand:
 def stand_for(folder: Path, shape: tuple[int, int] = (1, 1), *, tls: bool = False) -> Stand:
     known = {"KV_REMOTE_TOKEN": TOKEN, "KV_REMOTE_DEADLINE": "20"}
     if not tls:
-        engine = ours(folder, SOURCE)
+        engine = ours(folder, SOURCE, KV_ENGINE_CAPACITY_BYTES=ROOMY)
         return Stand(engine, known | {"KV_REMOTE_URL": f"http://127.0.0.1:{engine.port}"}, shape, [])
     ca = CERTIFICATES / "ca.pem"
     files = {f"KV_ENGINE_TLS_{name.upper()}": str(CERTIFICATES / f"{name}.pem") for name in ("cert", "key")}
