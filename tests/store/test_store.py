@@ -115,6 +115,18 @@ def test_the_first_writer_wins_and_the_second_put_is_a_cheap_success(opened: Ope
     assert books_are_right(store, root)
 
 
+def test_writers_that_make_a_folder_together_leave_nothing_uncounted(opened: Opened, root: Path) -> None:
+    """Of one shelf, and in a new salt each time: each writes the salt's JSON file, and sees the other's, or none."""
+    by_shelf: dict[str, list[int]] = {}
+    for number in range(2000):
+        by_shelf.setdefault(file_of(root, number).parent.name, []).append(number)
+    numbers = max(by_shelf.values(), key=len)[:8]
+    store = opened(workers=8)
+    for turn in range(150):
+        assert outcomes(put(store, numbers, 64, f"salt-{turn}")) == {"stored"}
+    assert books_are_right(store, root)
+
+
 def test_many_threads_may_put_and_get_the_same_keys(opened: Opened, root: Path) -> None:
     store, seen = opened(workers=4), set()
 

@@ -31,18 +31,16 @@ class Surroundings:
 
     def around(self, entry: bytes) -> None:
         """Count what a put of this entry made or let grow, out of its reservation."""
-        names = self._index.names
-        shelf = names.shelf_path(entry)
-        paths = [shelf]
-        # What is new lets its folder grow, which may be new as well.
-        known = self._index.known_extra
-        if not known(shelf):
-            folder = names.folder(entry).path
-            paths.append(folder)
+        names, known = self._index.names, self._index.known_extra
+        shelf, folder = names.shelf_path(entry), names.folder(entry).path
+        with self._looking, suppress(OSError):
+            # What is new lets its folder grow, which may be new as well.
+            paths = [shelf] if known(shelf) else [shelf, folder]
+            # Whatever is known of the shelf: two writers of a new folder both write its JSON file, and who looked while
+            # the second one put its own in place saw none.
             if not (known(folder) and known(f"{folder}/{SALT_FILE}")):
                 ns = folder[: folder.index("/")]
-                paths += ["", LOCK_FILE, FORMAT_FILE, ns, f"{ns}/{NAMESPACE_FILE}", f"{folder}/{SALT_FILE}"]
-        with self._looking, suppress(OSError):
+                paths += [folder, "", LOCK_FILE, FORMAT_FILE, ns, f"{ns}/{NAMESPACE_FILE}", f"{folder}/{SALT_FILE}"]
             for path in paths:
                 self._index.measured(path, self._size(path), entry)
 
