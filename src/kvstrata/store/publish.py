@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvstrata.store.surroundings import Surroundings
 __all__ = ["Publisher"]
 
 _TRIES = 3
+_PAUSE_S = 0.002
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 log = logging.getLogger(__name__)
@@ -71,4 +73,5 @@ class Publisher:
                     raise
                 if self._root.heal():
                     self._keeper.audit(blocks=True)
+                time.sleep(_PAUSE_S)  # for who is just removing the folder, and may not get a core
         raise AssertionError("unreachable")
