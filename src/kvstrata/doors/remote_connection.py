@@ -77,9 +77,8 @@ class Connection(http.client.HTTPConnection):
                 return
             except OSError as error:
                 plain.close()
-                if not isinstance(
-                    last, (ssl.SSLError, NoGreeting)
-                ):  # they say more than another address that is closed
+                # What TLS said says more than another address that is closed.
+                if not isinstance(last, (ssl.SSLError, NoGreeting)):
                     last = error
         raise last
 

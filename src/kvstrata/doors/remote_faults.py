@@ -6,7 +6,7 @@ import http.client
 import socket
 import ssl
 
-from kvstrata.doors.remote_settings import RemoteError, RemoteSettings
+from kvstrata.doors.remote_settings import RemoteError, RemoteSettings, said
 
 __all__ = ["Down", "NoGreeting", "down"]
 
@@ -37,16 +37,16 @@ class Down(Exception):
     timed_out: it took the whole deadline. lasting: asked again it will say the same, until somebody mends it.
     """
 
-    def __init__(self, word: str, said: str = "", *, timed_out: bool = False, lasting: bool = False) -> None:
+    def __init__(self, word: str, line: str = "", *, timed_out: bool = False, lasting: bool = False) -> None:
         super().__init__(word)
-        self.said = said or _line(*_SAID[word])
+        self.said = line or said(*_SAID[word])
         self.timed_out, self.lasting = timed_out, lasting
 
 
 def down(error: Exception, settings: RemoteSettings) -> Down:
     """`error` of sockets, TLS, http.client or settings. Nothing in it is what a server sent."""
     if isinstance(error, NoGreeting):
-        return Down("deadline", _line("no TLS greeting within the deadline", *_NO_TLS), timed_out=True)
+        return Down("deadline", said("no TLS greeting within the deadline", *_NO_TLS), timed_out=True)
     if isinstance(error, TimeoutError):
         return Down("deadline", timed_out=True)
     if isinstance(error, RemoteError):
@@ -54,16 +54,12 @@ def down(error: Exception, settings: RemoteSettings) -> Down:
     if isinstance(error, ssl.SSLCertVerificationError):
         needed = f"one for {settings.url.hostname}, signed by {settings.trusted}"
         fix = "KV_ENGINE_CA in .env and `make up`; or mend KV_ENGINE_URL, or the engine's certificate"
-        return Down("tls", _line(f"a certificate that is refused: {error.verify_message}", needed, fix), lasting=True)
+        return Down("tls", said(f"a certificate that is refused: {error.verify_message}", needed, fix), lasting=True)
     if isinstance(error, ssl.SSLError):
         found = "no TLS there" if error.reason in _NOT_TLS else f"TLS that fails ({error.reason})"
-        return Down("tls", _line(found, *_NO_TLS))
+        return Down("tls", said(found, *_NO_TLS))
     if isinstance(error, ConnectionRefusedError):
         return Down("refused")
     if isinstance(error, socket.gaierror):
         return Down("name not found")
     return Down("lost" if isinstance(error, (OSError, http.client.RemoteDisconnected)) else "rubbish")
-
-
-def _line(found: str, needed: str, fix: str) -> str:
-    return f"found: {found}; needed: {needed}; to fix it: {fix}"

@@ -9,17 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-__all__ = ["RemoteError", "RemoteSettings"]
+__all__ = ["RemoteError", "RemoteSettings", "said"]
 
 #: A read or write of many blocks may take longer than one: a second more for each so many bytes (a 1 Gbit/s wire).
 BYTES_PER_SECOND = 128 << 20
+
+
+def said(found: str, needed: str, fix: str) -> str:
+    """One line of a log."""
+    return f"found: {found}; needed: {needed}; to fix it: {fix}"
 
 
 class RemoteError(ValueError):
     """A setting that cannot work: found, needed, fix."""
 
     def __init__(self, found: str, needed: str, fix: str) -> None:
-        self.said = f"found: {found}; needed: {needed}; to fix it: {fix}"
+        self.said = said(found, needed, fix)
         super().__init__(f"remote engine: {self.said}")
 
 

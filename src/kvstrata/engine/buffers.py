@@ -5,9 +5,11 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from kvstrata.engine.shares import Shares
 
 __all__ = ["Budget", "Busy", "TooBig"]
 
@@ -40,10 +42,8 @@ class Budget:
 
     def __init__(self, total: int, tenants: Callable[[], int] = lambda: 1) -> None:
         self.total = total
-        self._tenants = tenants
-        self._of: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._used = 0
+        self._shares = Shares(total, tenants, parts=2)
         self._kept_bytes = 0
         self._kept: dict[int, list[mmap.mmap]] = {}
         self._queue: deque[tuple[int, str, threading.Event]] = deque()
@@ -51,7 +51,7 @@ class Budget:
     @property
     def used(self) -> int:
         """Bytes that are handed out."""
-        return self._used
+        return self._shares.taken
 
     @property
     def waiting(self) -> int:
@@ -80,8 +80,8 @@ class Budget:
 
     def _get(self, room: int, wait_s: float, tenant: str) -> mmap.mmap:
         with self._lock:
-            if not self._queue and self._fits(room, tenant) and self._used + room <= self.total:
-                self._count(room, tenant)
+            if not self._queue and self._fits(room, tenant) and self._shares.taken + room <= self.total:
+                self._shares.take(tenant, room)
                 return self._buffer(room)
             granted = threading.Event()
             ticket = (room, tenant, granted)
@@ -98,14 +98,8 @@ class Budget:
 
     def _fits(self, room: int, tenant: str) -> bool:
         """Whether it is within the tenant's part."""
-        held = self._of[tenant]
-        return not held or held + room <= self.total // (1 if self._tenants() < 2 else 2)
-
-    def _count(self, room: int, tenant: str) -> None:
-        self._used += room
-        self._of[tenant] += room
-        if not self._of[tenant]:
-            del self._of[tenant]
+        held = self._shares.of(tenant)
+        return not held or held + room <= self._shares.each
 
     def _buffer(self, room: int) -> mmap.mmap:
         """A kept one of that class, or a new one once enough kept ones have gone. The room is counted already."""
@@ -113,7 +107,7 @@ class Budget:
         if same:
             self._kept_bytes -= room
             return same.pop()
-        while self._kept_bytes and self._used + self._kept_bytes > self.total:
+        while self._kept_bytes and self._shares.taken + self._kept_bytes > self.total:
             size, buffers = next((size, buffers) for size, buffers in self._kept.items() if buffers)
             with suppress(BufferError):  # somebody still looks at it: it goes when they let go
                 buffers.pop().close()
@@ -122,7 +116,7 @@ class Budget:
 
     def _give_back(self, room: int, tenant: str, buffer: mmap.mmap) -> None:
         with self._lock:
-            self._count(-room, tenant)
+            self._shares.take(tenant, -room)
             self._kept.setdefault(room, []).append(buffer)
             self._kept_bytes += room
             self._admit()
@@ -134,10 +128,10 @@ class Budget:
             if tenant in passed or not self._fits(room, tenant):
                 passed.add(tenant)  # waits for its own, and holds no other up
                 continue
-            if self._used + room > self.total:
+            if self._shares.taken + room > self.total:
                 return
             self._queue.remove(ticket)
-            self._count(room, tenant)
+            self._shares.take(tenant, room)
             granted.set()
 
     def trim(self) -> None:

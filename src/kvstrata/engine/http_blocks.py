@@ -41,8 +41,9 @@ class Blocks:
         if about is None:
             raise _missing()
         size, digest = about
-        lines = _tag_lines(tag_of(digest))
-        if wanted(request.head.headers, tag_of(digest)):
+        tag = tag_of(digest)
+        lines = _tag_lines(tag)
+        if wanted(request.head.headers, tag):
             request.answer_head(size, lines)
         else:
             request.answer(304, headers=lines)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from kvstrata.engine.shares import Shares
 
 __all__ = ["Places", "Strangers"]
 
@@ -17,29 +18,21 @@ class Places:
     """All tenants together have `total` of them; where there may be several, one has half at most. Thread-safe."""
 
     def __init__(self, total: int, tenants: Callable[[], int]) -> None:
-        self._total = total
-        self._tenants = tenants
         self._lock = threading.Lock()
-        self._of: Counter[str] = Counter()
-        self._taken = 0
+        self._shares = Shares(total, tenants, parts=2)
 
     def take(self, tenant: str) -> bool:
         """False: the tenant has its part, or all are taken."""
         with self._lock:
-            most = self._total // 2 if self._tenants() > 1 else self._total
-            if self._taken >= self._total or self._of[tenant] >= most:
+            if not self._shares.fits(tenant, 1):
                 return False
-            self._of[tenant] += 1
-            self._taken += 1
+            self._shares.take(tenant, 1)
             return True
 
     def leave(self, tenant: str) -> None:
         """Once for each `take` that was True."""
         with self._lock:
-            self._taken -= 1
-            self._of[tenant] -= 1
-            if not self._of[tenant]:
-                del self._of[tenant]
+            self._shares.take(tenant, -1)
 
 
 class Strangers:

@@ -1,4 +1,4 @@
-"""What all tenants have together, divided equally among those that there may be."""
+"""What all tenants have together, divided among those that there may be."""
 
 from __future__ import annotations
 
@@ -9,19 +9,34 @@ __all__ = ["Shares"]
 
 
 class Shares:
-    """Bytes of `total`. No tenant can take, or find out, what others have of it. Called under the engine's lock."""
+    """Bytes, or whatever is counted, of `total`. No tenant can take, or find out, what others have of it. Called under
+    its owner's lock.
+    """
 
-    def __init__(self, total: int, tenants: Callable[[], int]) -> None:
-        """`tenants`: how many there may be; it may change."""
+    def __init__(self, total: int, tenants: Callable[[], int], parts: int | None = None) -> None:
+        """`tenants`: how many there may be; it may change. Each has an equal part, of at most `parts`: then a few can
+        take everything together, and none alone.
+        """
         self.total = total
         self._tenants = tenants
+        self._parts = parts
         self._used: Counter[str] = Counter()
         self._sum = 0
 
     @property
     def each(self) -> int:
         """What one tenant may take."""
-        return self.total // max(1, self._tenants())
+        tenants = max(1, self._tenants())
+        return self.total // (tenants if self._parts is None else min(tenants, self._parts))
+
+    @property
+    def taken(self) -> int:
+        """By all of them."""
+        return self._sum
+
+    def of(self, tenant: str) -> int:
+        """What the tenant has taken."""
+        return self._used[tenant]
 
     def fits(self, tenant: str, nbytes: int) -> bool:
         """True if the tenant may take so many more; the sum holds also while a tenant is new."""

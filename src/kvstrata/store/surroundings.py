@@ -40,7 +40,16 @@ class Surroundings:
             # the second one put its own in place saw none.
             if not (known(folder) and known(f"{folder}/{SALT_FILE}")):
                 ns = folder[: folder.index("/")]
-                paths += [folder, "", LOCK_FILE, FORMAT_FILE, ns, f"{ns}/{NAMESPACE_FILE}", f"{folder}/{SALT_FILE}"]
+                paths = [
+                    shelf,
+                    folder,
+                    "",
+                    LOCK_FILE,
+                    FORMAT_FILE,
+                    ns,
+                    f"{ns}/{NAMESPACE_FILE}",
+                    f"{folder}/{SALT_FILE}",
+                ]
             for path in paths:
                 self._index.measured(path, self._size(path), entry)
 
