@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def wire(server: Process) -> Iterator[Wire]:
-    made = Wire(server.port)
-    yield made
-    made.close()
+    with closing(Wire(server.port)) as made:
+        yield made
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -74,9 +75,8 @@ def ca(authority: trustme.CA, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wire(server: Process) -> Iterator[Wire]:
-    made = Wire(server.port)
-    yield made
-    made.close()
+    with closing(Wire(server.port)) as made:
+        yield made
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -169,20 +170,26 @@ def test_who_waits_for_his_own_memory_holds_up_no_other_tenant() -> None:
     assert served.is_set()
 
 
+@contextmanager
+def slow_bodies(engine: EngineProcess, *token: str) -> Iterator[None]:
+    """More bodies that have begun, and do not end, than there are threads."""
+    slow = [Wire(engine.http, *token) for _ in range(300)]
+    for one in slow:
+        one.send(one.head("POST", "/kv/batch/exists", Content_Length=100) + b"{")
+    yield
+    for one in slow:
+        one.sock.close()
+
+
 def test_slow_bodies_of_one_tenant_leave_threads_for_another(
     engine_process: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"one ro a {READER}\ntwo rw b {OTHER}\n")
     engine = engine_process(TOKENS_FILE=tokens)
-    slow = [Wire(engine.http, READER) for _ in range(300)]
-    for one in slow:
-        one.send(one.head("POST", "/kv/batch/exists", Content_Length=100) + b"{")
-    with Wire(engine.http, OTHER) as wire:
+    with slow_bodies(engine, READER), Wire(engine.http, OTHER) as wire:
         assert wire.ask("GET", "/healthz").status == 200
         assert wire.ask("PUT", "/kv/here", b"x").status == 201
-    for one in slow:
-        one.sock.close()
 
 
 def test_slow_values_of_one_tenant_over_resp_leave_threads_for_another(
@@ -208,13 +215,8 @@ def test_slow_bodies_of_the_only_tenant_leave_threads_for_the_open_pages(
     engine_process: Callable[..., EngineProcess],
 ) -> None:
     engine = engine_process()
-    slow = [Wire(engine.http) for _ in range(300)]
-    for one in slow:
-        one.send(one.head("POST", "/kv/batch/exists", Content_Length=100) + b"{")
-    with Wire(engine.http) as wire:
+    with slow_bodies(engine), Wire(engine.http) as wire:
         assert [wire.ask("GET", path).status for path in ("/healthz", "/readyz")] == [200, 200]
-    for one in slow:
-        one.sock.close()
 
 
 @pytest.mark.parametrize("method", ["PUT", "GRAB"])
