@@ -1,17 +1,21 @@
 """Runs inside the image (see test_in_image.py): pieces of the guard on the real classes of the pinned pair."""
 
+import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
+from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.modules.management import ManagementModule
 from vllm.v1.core.sched.output import CachedRequestData
 
 from kvstrata.connector import adapters, liveness, server_watch
 from kvstrata.connector.guard import KvstrataConnector, _computed_tokens
+from kvstrata.connector.report import GuardReport
 
 
 def written(op: LoadStoreOp, chunk: int = 256, blocks: int = 2) -> list[int]:
@@ -87,6 +91,22 @@ def test_a_server_given_up_during_a_ping_is_registered_with_again(monkeypatch: p
     monkeypatch.setattr(beat, "_ping", ping)
     beat._execute()
     assert calls and event.is_set()
+
+
+def test_a_lookup_that_gives_the_server_up_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A guard that says `healthy` until the next heartbeat says so of a server that no request asks."""
+    monkeypatch.setenv("KVSTRATA_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(adapters.mpa, "send_lmcache_request", lambda *_: MessagingFuture())
+    adapter = object.__new__(adapters.GuardedSchedulerAdapter)
+    adapter._report = GuardReport("scheduler", {})
+    adapter._health_events, adapter._mq_timeout = {"tcp://gone": threading.Event()}, 0.01
+    adapter._server_urls, adapter.mq_clients = ["tcp://gone"], {"tcp://gone": None}
+    adapter._lookup_started, adapter._finished_lookup_results, adapter._per_server_hits = {}, {}, {}
+    adapter._pending_lookups = {"asked"}
+    adapter._health_events["tcp://gone"].set()
+    adapter._report.update(healthy=adapter.is_healthy)
+    assert adapter.check_lookup_result("asked") == 0
+    assert json.loads((tmp_path / "guard-scheduler.json").read_text())["healthy"] is False
 
 
 def connector(**state: Any) -> KvstrataConnector:

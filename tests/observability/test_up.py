@@ -166,7 +166,7 @@ def test_a_hanging_collector_does_not_hold_up_a_stop(watched: Watched, collector
     exit_code = json.loads(watched.docker("inspect", f"{watched.project}-lmcache-1"))[0]["State"]["ExitCode"]
     assert exit_code == 0, f"killed after {time.monotonic() - started:.0f} s"
     watched.start("lmcache")
-    wait_until(watched.cache_healthy, 120, "the cache is used again")
+    watched.wait_used()
 
 
 def test_a_killed_relay_takes_its_socket_back(watched: Watched) -> None:

@@ -83,6 +83,7 @@ class Stack:
     def __init__(self, root: Path, project: str, **knobs: str) -> None:
         self.root, self.project = root, project
         self._runs: settings.Settings | None = None
+        self._back = 0.0
         copy_checkout(root)
         shutil.copy(Path(__file__).with_name("hook.yaml"), root / "compose" / "hook.yaml")
         port, metrics_port = self._ports() or free_ports(2)
@@ -113,6 +114,8 @@ class Stack:
     def cli(self, *args: str, timeout: float = 900, **env: str) -> CompletedProcess[str]:
         full = {k: v for k, v in os.environ.items() if not k.startswith(("COMPOSE_", "KV_"))}
         full |= {"KVSTRATA_ROOT": str(self.root), "COLUMNS": "160", **env}
+        if args[0] == "up":
+            self._back = time.time()
         done = subprocess.run(
             [sys.executable, "-m", "kvstrata.cli", *args], env=full, capture_output=True, text=True, timeout=timeout
         )
@@ -154,7 +157,13 @@ class Stack:
             self.docker("kill", "-s", "KILL", self.containers()[service]["Id"])
 
     def start(self, *services: str) -> None:
+        self._back = time.time()
         self.compose("up", "-d", "--no-deps", *services)
+
+    def restart(self, service: str) -> None:
+        """As a user would, with a short grace."""
+        self._back = time.time()
+        self.compose("restart", "-t", "5", service)
 
     def strike(self, service: str, name: str) -> None:
         """KILL, STOP or CONT. The signal of `docker kill` goes to the container's init alone; its children stop too."""
@@ -170,8 +179,9 @@ class Stack:
         if name == "KILL":
             self.start("lmcache")
         else:
+            self._back = time.time()
             self.strike("lmcache", "CONT")
-        wait_until(self.cache_healthy, 120, "the cache server is used again")
+        self.wait_used()
 
     def transfer(self) -> dict[str, Any]:
         """How KV moves now, as `status` sees it in the engine's memory map and in lmcache's log."""
@@ -200,15 +210,20 @@ class Stack:
     def cache_healthy(self) -> bool:
         return all(report["healthy"] for report in self.guards())
 
-    def registered(self) -> bool:
-        """The cache server answers and knows a vLLM (a guard that has not noticed a restart yet says `healthy`)."""
+    def used(self) -> bool:
+        """The cache server knows a vLLM, and both guards have heard from it since it was started or let go on: until a
+        heartbeat misses it, a guard calls a dead one healthy."""
         status = self.client.get(self.metrics_url + "/status")
-        return status.status_code == 200 and status.json()["worker_liveness"]["tracked_instances"] > 0
+        if status.status_code != 200 or not status.json()["worker_liveness"]["tracked_instances"]:
+            return False
+        return all(report["healthy"] and report["beat"] > self._back for report in self.guards())
+
+    def wait_used(self) -> None:
+        wait_until(self.used, 120, "the cache server is used")
 
     def wait_ready(self, seconds: float = 240) -> None:
         wait_until(self.healthy, seconds, "vLLM healthy")
-        wait_until(self.registered, 90, "vLLM registered with lmcache")
-        wait_until(self.cache_healthy, 90, "the guard says that the cache is healthy")
+        self.wait_used()
 
     def drop_l0(self) -> None:
         """vLLM's own prefix cache forgets everything (dev route, on by hook.yaml)."""

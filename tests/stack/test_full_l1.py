@@ -75,7 +75,7 @@ def test_shared_memory_stays_when_lmcache_restarts_with_a_full_l1(stack: Stack, 
             stack.kill("lmcache")
             stack.start("lmcache")
         else:
-            stack.compose("restart", "-t", "5", "lmcache")
+            stack.restart("lmcache")
         stack.wait_ready()
         seen = stack.transfer()
         assert seen["mode"] == "shm", f"turn {turn}, after {how}: {seen}"

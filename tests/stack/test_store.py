@@ -60,8 +60,7 @@ def store_status(stack: Stack) -> dict[str, Any]:
 def restart_lmcache(stack: Stack) -> None:
     stack.kill("lmcache")
     stack.start("lmcache")
-    wait_until(stack.registered, 120, "vLLM registered with lmcache")
-    wait_until(stack.cache_healthy, 120, "the cache server is used again")
+    stack.wait_used()
 
 
 def flip(path: Path) -> None:

@@ -82,7 +82,7 @@ def test_lmcache_killed_next_answer_is_right_hits_return_and_status_times_them(
     assert during.text == cold.text
     assert during.seconds < cold.seconds + 10
     stack.start("lmcache")
-    wait_until(stack.cache_healthy, 90, "vLLM uses the restarted cache server")
+    stack.wait_used()
     stack.drop_l0()
     after = stack.ask(prompt("lmcache-killed"))
     assert after.text == cold.text and after.lmcache == chunks(cold.prompt_tokens)
@@ -99,7 +99,7 @@ def test_vllm_starts_and_answers_while_the_cache_server_is_down(stack: Stack) ->
     wait_until(stack.healthy, 240, "vLLM healthy without lmcache")
     assert stack.ask(prompt("no-cache-at-start")).text == cold.text
     stack.start("lmcache")
-    wait_until(stack.cache_healthy, 90, "the cache server is used when it comes")
+    stack.wait_used()
     stack.drop_l0()
     warm = stack.ask(prompt("no-cache-at-start"))
     assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)

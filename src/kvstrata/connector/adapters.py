@@ -88,10 +88,17 @@ class GuardedSchedulerAdapter(mpa.LMCacheMPSchedulerAdapter):  # type: ignore[mi
             # Only this request goes without the cache; upstream the engine dies (a bad salt did that to 0.5.3).
             logger.exception("kvstrata: lookup of %s failed; served without the cache", request_id)
             self._report.lost("lookup")
+        self._tell_if_gone()
+
+    def _tell_if_gone(self) -> None:
+        """A lookup that timed out has given the server up; the next heartbeat would say so seconds later."""
+        if not self.is_healthy:
+            self._report.update(healthy=False)
 
     def check_lookup_result(self, request_id: str) -> int | None:
         result: int | None = super().check_lookup_result(request_id)
         if result is not None:
+            self._tell_if_gone()
             self._lookup_started.pop(request_id, None)
             return result
         started = self._lookup_started.setdefault(request_id, time.monotonic())
