@@ -8,7 +8,8 @@ for vLLM come last, so that each such stack takes the place of the one before.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     made = getattr(item, "funcargs", {}).get("stack")
     if isinstance(made, Stack):
         made.settle()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What both servers said last, with the failure: nobody can look at them after CI."""
+    report = yield
+    made = getattr(item, "funcargs", {}).get("stack")
+    if report.when == "call" and report.failed and isinstance(made, Stack):
+        for service in ("vllm", "lmcache"):
+            name = f"{made.project}-{service}-1"
+            done = subprocess.run(["docker", "logs", "--tail", "40", name], capture_output=True, text=True)
+            report.sections.append((f"the last lines of {service}", done.stdout + done.stderr))
+    return report
 
 
 @pytest.fixture(scope="session")
