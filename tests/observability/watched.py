@@ -20,7 +20,7 @@ __all__ = ["Watched", "watched"]
 
 PORTS = ("KV_PROMETHEUS_PORT", "KV_ALERTMANAGER_PORT", "KV_TRACES_PORT")
 KEEP = "KVSTRATA_KEEP_WATCHED"
-SIZES = {"KV_L1_GB": "0.25", "KV_L2_GB": "0.5"}
+SIZES = {"KV_L1_GB": "0.5", "KV_L2_GB": "1"}
 """45 and 91 chunks of the demo model: the scenario and the alerts want every tier to evict within a minute or two."""
 
 
