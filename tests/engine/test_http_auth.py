@@ -18,7 +18,7 @@ import trustme
 from kvstrata.deploy.knobs import MANAGED_KEYS, USER_KEYS
 from kvstrata.engine.auth import AuthError, Tokens, is_loopback
 from kvstrata.engine.check import CheckError, check
-from kvstrata.engine.settings import EngineSettings
+from kvstrata.engine.settings import _OTHERS, _OTHERS_BEGIN, EngineSettings
 from tests.engine.process import READER, ROOT, TOKENS, WRITER, EngineProcess, until
 from tests.engine.wire import Wire
 
@@ -256,6 +256,13 @@ def test_names_of_the_stack_and_of_kubernetes_are_not_the_engines_and_no_fault(t
     env |= {"KV_ENGINE_ROOT": str(tmp_path), "KV_ENGINE_CAPACITY_BYTES": str(64 << 20), "KV_ENGINE_HOTBYTES": ""}
     env["KV_ENGINE_DURABILITY"] = "fsync"
     assert EngineSettings.from_env(env).root == tmp_path
+
+
+def test_what_the_engine_lets_pass_is_a_knob_of_the_stack_or_known_to_be_another_s() -> None:
+    """That each knob is the engine's own or let pass is the test above."""
+    knobs = {name.removeprefix("KV_ENGINE_") for name in (*USER_KEYS, *MANAGED_KEYS)}
+    assert set(_OTHERS) - knobs == {"TOKEN"}, "of `engine check`"
+    assert set(_OTHERS_BEGIN) - knobs == {"SERVICE_"}, "of Kubernetes"
 
 
 def test_loopback_is_just_this_machine() -> None:
