@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from tests.certificates import certify
 from tests.doors.remote_parts import TOKEN, Driver, Process, block, driver, free_port, name, ours
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -75,10 +76,8 @@ def said_once(lines: list[str], status: int) -> None:
 def test_the_tls_port_of_a_proxy_asked_over_plain_http(
     nginx: Callable[..., Process], tmp_path: Path, said: Callable[[], list[str]]
 ) -> None:
-    issued = trustme.CA().issue_cert("127.0.0.1")
-    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
-    pem = tmp_path / "both.pem"
-    server = nginx(f"listen 127.0.0.1:{{port}} ssl; ssl_certificate {pem}; ssl_certificate_key {pem};")
+    cert, key = certify(tmp_path, trustme.CA(), "127.0.0.1")
+    server = nginx(f"listen 127.0.0.1:{{port}} ssl; ssl_certificate {cert}; ssl_certificate_key {key};")
     assert server.call("HEAD", "/kv/x")[0] == 400
     log = tmp_path / "nginx" / "access.log"
     with driver(server.port) as asked:
