@@ -217,7 +217,7 @@ def test_https_to_a_port_that_does_not_is_a_miss_that_says_so(
 @pytest.mark.parametrize("mode", ["hang", "drip", "rubbish", "html", "flip", "cut"])
 def test_a_spoilt_wire_is_a_miss_and_mends_by_itself(wire: Wire, ca: Path, mode: str) -> None:
     keys = [f"{key}-{mode}" for key in KEYS]
-    with driver(0, **https(wire.port, ca, KV_REMOTE_DEADLINE="1")) as asked:
+    with driver(0, **https(wire.port, ca, KV_REMOTE_DEADLINE="2")) as asked:
         asked.until(lambda: asked.put(keys, BLOCKS), "stored, also on a machine where that takes a second")
         wire.mode = mode
         assert asked.get(keys)[0] == [False] * 6
@@ -230,7 +230,7 @@ def test_a_spoilt_wire_is_a_miss_and_mends_by_itself(wire: Wire, ca: Path, mode:
 def test_a_greeting_that_is_spoilt_is_a_miss_and_mends_by_itself(wire: Wire, ca: Path, mode: str) -> None:
     wire.mode = mode
     keys = [f"{key}-greeting-{mode}" for key in KEYS]
-    with driver(0, **https(wire.port, ca, KV_REMOTE_DEADLINE="1")) as asked:
+    with driver(0, **https(wire.port, ca, KV_REMOTE_DEADLINE="2")) as asked:
         refused(asked)
         wire.mode = "pass"
         asked.until(lambda: asked.put(keys, BLOCKS), "it is asked again")
