@@ -67,14 +67,14 @@ def check(settings: Settings) -> None:
 def _check_url_token(settings: Settings) -> None:
     file = client_dir(settings) / _URL_TOKEN
     try:
-        words = file.read_text(encoding="ascii").split()
-        why = {0: "no token", 1: ""}.get(len(words), "more than one word")
+        words = len(file.read_text(encoding="ascii").split())
+        why = "" if words == 1 else "more than one word" if words else "no token"
     except FileNotFoundError:
         why = "no token"
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no ASCII"
+        why = str(error)
     if why:
-        raise KvError(f"KV_ENGINE_URL={settings.engine_url}, and {why} in {file}",
+        raise KvError(f"KV_ENGINE_URL={settings.engine_url}, and in {file}: {why}",
                       "the token that this engine knows; that of this stack's own engine is not sent to another",
                       f"write it to {file}, a word of your choice if that engine asks for none")  # fmt: skip
 
