@@ -38,6 +38,7 @@ MANAGED = {
     "KV_PLAN_ENGINE_BUFFERS": "536870912",
     "KV_ENGINE_ADDRESS": "http://engine:9130",
     "KV_ENGINE_PATH": "/data/engine",
+    "KV_ENGINE_SECRET": "token",
     "KV_RESP_HOST": "engine",
     "KV_RESP_PORT": "6379",
     "KV_RESP_USER": "lmcache",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 from tests import in_image
+from tests.certificates import certify, trust
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
@@ -38,22 +39,20 @@ def run(image: str, disk: Path, *args: str, env: tuple[str, ...] = ()) -> subpro
     return in_image.run(image, HERE, "--basetemp", "/cache/t", *args, docker=docker, env=env)
 
 
-def certify(folder: Path) -> None:
+def certificates(folder: Path) -> None:
     """A CA and a certificate of its own, as inside_shared.py wants them."""
     folder.mkdir(mode=0o755)
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    chain = b"".join(pem.bytes() for pem in issued.cert_chain_pems)
-    files = {"ca": authority.cert_pem.bytes(), "cert": chain, "key": issued.private_key_pem.bytes()}
-    for name, content in files.items():
-        (folder / f"{name}.pem").write_bytes(content)
-        (folder / f"{name}.pem").chmod(0o644)
+    trust(folder / "ca.pem", authority)
+    certify(folder, authority, "127.0.0.1")
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 @pytest.mark.parametrize(
     "name", ["inside_conformance.py", "inside_manager.py", "inside_remote.py", "inside_shared.py", "inside_v1.py"]
 )
 def test_the_adapter_in_the_image(image: str, disk: Path, name: str) -> None:
-    certify(disk / "certificates")
+    certificates(disk / "certificates")
     done = run(image, disk, f"/tests/{name}", env=("KVSTRATA_CERTIFICATES=/cache/certificates",))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

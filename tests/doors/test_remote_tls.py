@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from tests.certificates import certify, trust
 from tests.doors.remote_parts import Driver, Process, Wire, block, driver, name, ours
 
 from kvstrata.doors.remote_settings import RemoteSettings
@@ -25,17 +26,10 @@ BLOCKS = [block(key) for key in KEYS]
 NAMES = ("localhost", "127.0.0.1")
 
 
-def certify(folder: Path, authority: trustme.CA, *names: str, **more: datetime.datetime) -> dict[str, str]:
-    """Write what an engine serves for `names`, and its settings. A second call replaces the files of the first."""
-    issued = authority.issue_cert(*names, **more)
-    issued.private_key_pem.write_to_path(folder / "key.pem")
-    (folder / "cert.pem").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
-    return {"KV_ENGINE_TLS_CERT": str(folder / "cert.pem"), "KV_ENGINE_TLS_KEY": str(folder / "key.pem")}
-
-
-def trust(file: Path, authority: trustme.CA) -> ssl.SSLContext:
-    file.write_bytes(authority.cert_pem.bytes())
-    return ssl.create_default_context(cafile=file)
+def settings(folder: Path, authority: trustme.CA, *names: str, **more: datetime.datetime) -> dict[str, str]:
+    """Of an engine that serves as `names`."""
+    cert, key = certify(folder, authority, *names, **more)
+    return {"KV_ENGINE_TLS_CERT": str(cert), "KV_ENGINE_TLS_KEY": str(key)}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +41,7 @@ def authority() -> trustme.CA:
 def server(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("tls")
     context = trust(folder / "ca.pem", authority)
-    made = ours(folder, SOURCE, context, **certify(folder, authority, *NAMES))
+    made = ours(folder, SOURCE, context, **settings(folder, authority, *NAMES))
     yield made
     made.kill()
 
@@ -57,8 +51,8 @@ def engine(tmp_path: Path) -> Iterator[Callable[[trustme.CA, dict[str, str]], Pr
     """Engines of one test alone."""
     running: list[Process] = []
 
-    def start(authority: trustme.CA, settings: dict[str, str]) -> Process:
-        running.append(ours(tmp_path, SOURCE, trust(tmp_path / "own-ca.pem", authority), **settings))
+    def start(authority: trustme.CA, more: dict[str, str]) -> Process:
+        running.append(ours(tmp_path, SOURCE, trust(tmp_path / "own-ca.pem", authority), **more))
         return running[-1]
 
     yield start
@@ -157,7 +151,7 @@ def test_an_engine_that_cannot_prove_who_it_is_gets_nothing_and_gives_nothing(
 ) -> None:  # fmt: skip
     more = {"not_after": past()} if trusted == "expired" else {}
     # It has the blocks: what is asked of it could be answered.
-    made = engine(authority, certify(tmp_path, authority, *NAMES))
+    made = engine(authority, settings(tmp_path, authority, *NAMES))
     with driver(0, **https(made.port, ca)) as known:
         assert known.put(KEYS[:3], BLOCKS[:3])
     made.kill()
@@ -223,7 +217,7 @@ def test_https_to_a_port_that_does_not_is_a_miss_that_says_so(
 @pytest.mark.parametrize("mode", ["hang", "drip", "rubbish", "html", "flip", "cut"])
 def test_a_spoilt_wire_is_a_miss_and_mends_by_itself(wire: Wire, ca: Path, mode: str) -> None:
     keys = [f"{key}-{mode}" for key in KEYS]
-    with driver(0, **https(wire.port, ca, KV_REMOTE_DEADLINE="1")) as asked:
+    with driver(0, **https(wire.port, ca, KV_REMOTE_DEADLINE="2")) as asked:
         asked.until(lambda: asked.put(keys, BLOCKS), "stored, also on a machine where that takes a second")
         wire.mode = mode
         assert asked.get(keys)[0] == [False] * 6
@@ -236,7 +230,7 @@ def test_a_spoilt_wire_is_a_miss_and_mends_by_itself(wire: Wire, ca: Path, mode:
 def test_a_greeting_that_is_spoilt_is_a_miss_and_mends_by_itself(wire: Wire, ca: Path, mode: str) -> None:
     wire.mode = mode
     keys = [f"{key}-greeting-{mode}" for key in KEYS]
-    with driver(0, **https(wire.port, ca, KV_REMOTE_DEADLINE="1")) as asked:
+    with driver(0, **https(wire.port, ca, KV_REMOTE_DEADLINE="2")) as asked:
         refused(asked)
         wire.mode = "pass"
         asked.until(lambda: asked.put(keys, BLOCKS), "it is asked again")
@@ -249,7 +243,7 @@ def test_a_greeting_that_is_spoilt_is_a_miss_and_mends_by_itself(wire: Wire, ca:
 def test_a_renewed_certificate_is_taken_and_one_of_a_new_ca_when_the_file_has_it(
     engine: Callable[..., Process], authority: trustme.CA, ca: Path, tmp_path: Path, said: Callable[[], list[str]]
 ) -> None:
-    made = engine(authority, certify(tmp_path, authority, *NAMES))
+    made = engine(authority, settings(tmp_path, authority, *NAMES))
     with driver(0, **https(made.port, ca)) as asked:
         assert asked.put(KEYS, BLOCKS)
 

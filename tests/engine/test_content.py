@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from blake3 import blake3
 from kvstrata.engine.content import Engine
 from kvstrata.engine.errors import Absent, Corrupt, Full, Refused, StaleVersion, TooLarge
 from tests.engine.engines import MIB, Opener, block_files, data, disk_bytes, get, reopening, settings, until
+from tests.sockets import received
 
 
 @pytest.fixture
@@ -109,26 +110,6 @@ def test_values_of_any_size_come_back_whole_and_in_parts(opened: Opener, size: i
             assert b"".join(bytes(piece) for piece in block.pieces(start, stop)) == value[start:stop]
             send = partial(block.send_to, start=start, stop=stop, head=b"head", tail=b"tail")
             assert received(send) == b"head" + value[start:stop] + b"tail"
-
-
-def received(send: Callable[[socket.socket], None]) -> bytes:
-    """What `send` sent."""
-    ours, theirs = socket.socketpair()
-    got = bytearray()
-
-    def drain() -> None:
-        while part := theirs.recv(65536):
-            got.extend(part)
-
-    reader = threading.Thread(target=drain)
-    reader.start()
-    try:
-        send(ours)
-    finally:
-        ours.close()
-        reader.join()
-        theirs.close()
-    return bytes(got)
 
 
 @pytest.mark.parametrize("at", [4096 + 5, 4096 + (256 << 10) + 5])

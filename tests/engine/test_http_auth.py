@@ -18,7 +18,8 @@ import trustme
 from kvstrata.deploy.knobs import MANAGED_KEYS, USER_KEYS
 from kvstrata.engine.auth import AuthError, Tokens, is_loopback
 from kvstrata.engine.check import CheckError, check
-from kvstrata.engine.settings import EngineSettings
+from kvstrata.engine.settings import _OTHERS, _OTHERS_BEGIN, EngineSettings
+from tests.certificates import certify, trust
 from tests.engine.process import READER, ROOT, TOKENS, WRITER, EngineProcess, until
 from tests.engine.wire import Wire
 
@@ -258,6 +259,13 @@ def test_names_of_the_stack_and_of_kubernetes_are_not_the_engines_and_no_fault(t
     assert EngineSettings.from_env(env).root == tmp_path
 
 
+def test_what_the_engine_lets_pass_is_a_knob_of_the_stack_or_known_to_be_another_s() -> None:
+    """That each knob is the engine's own or let pass is the test above."""
+    knobs = {name.removeprefix("KV_ENGINE_") for name in (*USER_KEYS, *MANAGED_KEYS)}
+    assert set(_OTHERS) - knobs == {"TOKEN"}, "of `engine check`"
+    assert set(_OTHERS_BEGIN) - knobs == {"SERVICE_"}, "of Kubernetes"
+
+
 def test_loopback_is_just_this_machine() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "localhost", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "1270.0.0.1.example")))
@@ -267,13 +275,9 @@ def test_loopback_is_just_this_machine() -> None:
 def certified(engine_process: Callable[..., EngineProcess], tmp_path: Path) -> tuple[EngineProcess, ssl.SSLContext]:
     """An engine with a certificate, and a client's context that trusts who signed it."""
     authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    issued = authority.issue_cert("localhost", "127.0.0.1")
-    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
-    for number, pem in enumerate(issued.cert_chain_pems):
-        pem.write_to_path(tmp_path / "cert.pem", append=number > 0)
-    engine = engine_process(TLS_CERT=tmp_path / "cert.pem", TLS_KEY=tmp_path / "key.pem", HEADER_S=2, BODY_S=2)
-    return engine, ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    cert, key = certify(tmp_path, authority, "localhost", "127.0.0.1")
+    engine = engine_process(TLS_CERT=cert, TLS_KEY=key, HEADER_S=2, BODY_S=2)
+    return engine, trust(tmp_path / "ca.pem", authority)
 
 
 def test_everything_works_over_tls(certified: tuple[EngineProcess, ssl.SSLContext]) -> None:

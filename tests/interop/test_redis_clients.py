@@ -16,6 +16,7 @@ import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from tests.certificates import certify, trust
 from tests.engine.process import READER, TOKENS, WRITER, EngineProcess
 from tests.interop.redis_tools import program
 
@@ -112,10 +113,10 @@ def test_redis_py_is_refused_without_the_right_token(engine: EngineProcess) -> N
 
 def test_redis_py_over_tls(engine_process: Callable[..., EngineProcess], tmp_path: Path) -> None:
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    trust(tmp_path / "ca.pem", authority)
+    cert, key = certify(tmp_path, authority, "127.0.0.1")
     both = tmp_path / "both.pem"
+    both.write_bytes(key.read_bytes() + cert.read_bytes())
     host, port = engine_process(RESP="127.0.0.1:0", TLS_CERT=both, TLS_KEY=both, MEMORY_BYTES=512 * MIB).resp
     value = random.Random(1).randbytes(9 * MIB)
     with redis.Redis(host, port, ssl=True, ssl_ca_certs=str(tmp_path / "ca.pem"), socket_timeout=60) as client:

@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import threading
 import zlib
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from kvstrata.store import pagecache
 from kvstrata.store.errors import StoreError
 from kvstrata.store.pagecache import CachedReader, NativeReader, PythonReader, cached_reader
+from tests.sockets import received
 from tests.store.blocks import FILLER, drop_pages
 
 SIZES = st.integers(1, 3 << 20) | st.sampled_from([1, 4096, 256 << 10, 1 << 20, 3 << 20])
@@ -112,23 +112,13 @@ def test_another_checksum_behind_the_same_name_is_not_used(library: Path, monkey
 
 def sent(way: CachedReader, fd: int, size: int, step: int, sums: list[int]) -> tuple[int, bytes]:
     """What `send` says, and what came out at the other end."""
-    ours, theirs = socket.socketpair()
-    got = bytearray()
+    done: list[int] = []
 
-    def take() -> None:
-        while piece := theirs.recv(1 << 20):
-            got.extend(piece)
+    def send(sock: socket.socket) -> None:
+        done.append(way.send(fd, sock.fileno(), memoryview(bytearray(step)), size, 0, sums, b"he\0ad", b"tail"))
 
-    taker = threading.Thread(target=take)
-    taker.start()
-    try:
-        with theirs, ours:
-            done = way.send(fd, ours.fileno(), memoryview(bytearray(step)), size, 0, sums, b"he\0ad", b"tail")
-            ours.shutdown(socket.SHUT_WR)
-            taker.join()
-    finally:
-        taker.join()
-    return done, bytes(got)
+    got = received(send)
+    return done[0], got
 
 
 STEP = 256 << 10

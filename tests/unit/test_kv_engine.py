@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvstrata.deploy import envfile, kv_engine, memory, settings, up
 from kvstrata.deploy.errors import KvError
@@ -19,6 +20,7 @@ from kvstrata.proof.docker_control import kv_engine as asked_by_verify
 from kvstrata.proof.phases import _engine_problems
 from kvstrata.proof.prom import Samples
 
+REPOSITORY = Path(__file__).parents[2]
 A, B = {"KV_LAYERS": "engine,path-a"}, {"KV_LAYERS": "engine,path-b"}
 
 
@@ -97,6 +99,64 @@ def test_a_password_of_a_redis_is_the_users_to_write_and_never_the_engines_token
     current = load(tmp_path, KV_LAYERS="path-b", KV_RESP_URL="redis://x:1")
     assert [path.name for path in envfile.ensure_secrets(current)] == ["resp_password"]
     assert (kv_engine.client_dir(current) / "resp_password").read_text() == ""
+
+
+FOREIGN = {"KV_LAYERS": "path-a", "KV_ENGINE_URL": "http://x:1"}
+
+
+def sent(current: settings.Settings) -> Path:
+    """The file whose token the door of path A sends to where .env sends it."""
+    layer = yaml.safe_load((REPOSITORY / "compose" / "path-a.yaml").read_text())["services"]["lmcache"]
+    (mount,) = layer["volumes"]
+    seen = layer["environment"]["KV_REMOTE_TOKEN_FILE"]
+    for key, value in kv_engine.managed(current).items():
+        seen = seen.replace(f"${{{key}:?run make up}}", value)
+    return kv_engine.client_dir(current) / Path(seen).relative_to(mount["target"])
+
+
+def test_the_token_of_this_stacks_engine_never_goes_to_another(tmp_path: Path) -> None:
+    own = load(tmp_path, **A)
+    envfile.ensure_secrets(own)
+    token = kv_engine.token(own)
+    assert sent(own).read_text().strip() == token
+    foreign = load(tmp_path, **FOREIGN)
+    envfile.ensure_secrets(foreign)
+    assert sent(foreign).read_text() == "" and sent(foreign).stat().st_mode & 0o777 == 0o600
+    sent(foreign).write_text("of-the-other-engine\n")
+    assert envfile.ensure_secrets(foreign) == [] and envfile.ensure_secrets(own) == []
+    assert sent(foreign).read_text() == "of-the-other-engine\n"
+    assert sent(own).read_text().strip() == kv_engine.token(own) == token, "a switch back needs nothing"
+
+
+@pytest.mark.parametrize("content", [None, "", " \n", "two words", "ü\n"])
+def test_an_engine_elsewhere_without_a_token_of_its_own_is_refused(tmp_path: Path, content: str | None) -> None:
+    envfile.ensure_secrets(load(tmp_path, **A))
+    current = load(tmp_path, **FOREIGN)
+    if content is not None:
+        sent(current).write_text(content)
+    with pytest.raises(KvError) as refused:
+        kv_engine.check(current)
+    assert str(sent(current)) in refused.value.found and "KV_ENGINE_URL=http://x:1" in refused.value.found
+    assert "token" in refused.value.needed and str(sent(current)) in refused.value.fix
+    kv_engine.check(load(tmp_path, **FOREIGN, KV_PERSIST="0"))
+    sent(current).write_text("of-the-other-engine\n")
+    kv_engine.check(current)
+
+
+def test_an_address_elsewhere_that_no_layer_uses_leaves_the_own_engines_token_alone(tmp_path: Path) -> None:
+    current = load(tmp_path, **B, KV_ENGINE_URL="http://x:1")
+    envfile.ensure_secrets(current)
+    assert len(kv_engine.token(current)) >= 32
+
+
+def test_an_empty_token_of_before_becomes_one_when_this_stack_gets_an_engine(tmp_path: Path) -> None:
+    current = load(tmp_path, **A)
+    kv_engine.client_dir(current).mkdir(parents=True)
+    (kv_engine.client_dir(current) / "token").write_text("")
+    envfile.ensure_secrets(current)
+    token = kv_engine.token(current)
+    assert len(token) >= 32
+    assert hashlib.sha256(token.encode()).hexdigest() in (kv_engine.server_dir(current) / "tokens").read_text()
 
 
 def test_without_these_layers_no_token_is_made(tmp_path: Path) -> None:

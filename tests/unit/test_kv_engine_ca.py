@@ -71,11 +71,10 @@ def test_a_ca_that_is_none_is_refused_before_anything_is_changed(
     elif content is not None:
         file.write_text(content)
     before = sorted(tmp_path.rglob("*"))
-    for check in (kv_engine.check_ca, kv_engine.check):
-        with pytest.raises(KvError) as refused:
-            check(load(tmp_path, **TLS, KV_ENGINE_CA="engine-ca.pem"))
-        assert f"KV_ENGINE_CA={file}" in refused.value.found and found in refused.value.found
-        assert "PEM" in refused.value.needed and "KV_ENGINE_CA in .env" in refused.value.fix
+    with pytest.raises(KvError) as refused:
+        kv_engine.check_ca(load(tmp_path, **TLS, KV_ENGINE_CA="engine-ca.pem"))
+    assert f"KV_ENGINE_CA={file}" in refused.value.found and found in refused.value.found
+    assert "PEM" in refused.value.needed and "KV_ENGINE_CA in .env" in refused.value.fix
     assert sorted(tmp_path.rglob("*")) == before
     kv_engine.check_ca(load(tmp_path, **TLS, KV_ENGINE_CA="engine-ca.pem", KV_PERSIST="0"))
     kv_engine.check_ca(load(tmp_path, KV_ENGINE_CA="engine-ca.pem"))
@@ -93,9 +92,19 @@ def test_a_ca_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         os.seteuid(me)
 
 
-def test_up_refuses_such_a_ca_before_it_asks_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_and_plan_refuse_such_a_ca_before_they_ask_for_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for key, value in {**TLS, "KV_ENGINE_CA": "none.pem"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(up.engine, "ensure", lambda *_: pytest.fail("something is about to be installed"))
-    with pytest.raises(KvError, match=r"none\.pem: No such file"):
-        up.prepare(tmp_path, Steps())
+    for verb in (lambda: up.prepare(tmp_path, Steps()), lambda: up.make_plan(tmp_path)):
+        with pytest.raises(KvError, match=r"none\.pem: No such file"):
+            verb()
+
+
+def test_what_prepare_has_asked_about_the_ca_is_not_asked_again_with_the_other_checks(tmp_path: Path) -> None:
+    current = load(tmp_path, **TLS)
+    envfile.ensure_secrets(current)
+    (kv_engine.client_dir(current) / "url_token").write_text("of-that-engine\n")
+    kv_engine.check(load(tmp_path, **TLS, KV_ENGINE_CA="none.pem"))

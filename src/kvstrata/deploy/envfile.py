@@ -168,7 +168,7 @@ def _ours(folder: Path) -> bool:
 
 
 def ensure_secrets(settings: Settings) -> list[Path]:
-    """Create the secrets that are not there yet, 0600, never overwriting one. Files that were created or changed.
+    """Create the secrets that are missing or empty, 0600, never overwriting one. Files that were created or changed.
 
     salt_key: 32 random bytes in hex, the key of the digest of tenants' cache salts; without it salted blocks are lost.
     The KV engine's token and what goes with it: kv_engine.secret_files, and kv_engine.copies, which follow .env.
@@ -190,9 +190,12 @@ def ensure_secrets(settings: Settings) -> list[Path]:
 
 
 def _ensure_secret(path: Path, make: Callable[[], str], settings: Settings) -> bool:
-    if path.exists():
+    if path.exists() and path.stat().st_size:
         return False
-    _write_secret(path, make(), settings)
+    text = make()
+    if path.exists() and not text:  # the user's to write
+        return False
+    _write_secret(path, text, settings)
     return True
 
 

@@ -34,6 +34,7 @@ STORAGE = {
     "path-b": "RESP (path B)",
 }
 SERVER, CLIENT = "engine", "engine-client"
+_TOKEN, _URL_TOKEN = "token", "url_token"
 _HTTP = "http://engine:9130"
 _RESP = ("engine", "6379")
 
@@ -44,10 +45,9 @@ def storage(layers: tuple[str, ...]) -> str:
 
 
 def check(settings: Settings) -> None:
-    """Raise KvError for a path that leads nowhere, or to two places."""
+    """Raise KvError for a path that leads nowhere, to two places, or to an engine elsewhere without a token for it."""
     if not settings.persist:
         return
-    check_ca(settings)
     for layer, knob, url, example in (
         ("path-a", "KV_ENGINE_URL", settings.engine_url, "https://kv.example.com:9130"),
         ("path-b", "KV_RESP_URL", settings.resp_url, "redis://redis.example.com:6379"),
@@ -60,6 +60,23 @@ def check(settings: Settings) -> None:
         if not settings.has_engine and not url:
             raise KvError(f"layer {layer}, and no engine to reach", f"an engine here, or {knob}",
                           f"KV_LAYERS=engine,{layer} in .env; or {knob}={example}")  # fmt: skip
+    if "path-a" in settings.layers and settings.engine_url:
+        _check_url_token(settings)
+
+
+def _check_url_token(settings: Settings) -> None:
+    file = client_dir(settings) / _URL_TOKEN
+    try:
+        words = len(file.read_text(encoding="ascii").split())
+        why = "" if words == 1 else "more than one word" if words else "no token"
+    except FileNotFoundError:
+        why = "no token"
+    except (OSError, UnicodeDecodeError) as error:
+        why = str(error)
+    if why:
+        raise KvError(f"KV_ENGINE_URL={settings.engine_url}, and in {file}: {why}",
+                      "the token that this engine knows; that of this stack's own engine is not sent to another",
+                      f"write it to {file}, a word of your choice if that engine asks for none")  # fmt: skip
 
 
 def check_ca(settings: Settings) -> None:
@@ -82,11 +99,12 @@ def managed(settings: Settings) -> Mapping[str, str]:
     return {
         "KV_ENGINE_ADDRESS": settings.engine_url or _HTTP,
         "KV_ENGINE_PATH": str(settings.engine_dir),
+        "KV_ENGINE_SECRET": _URL_TOKEN if settings.engine_url else _TOKEN,
         "KV_RESP_HOST": str(resp.hostname) if resp else _RESP[0],
         "KV_RESP_PORT": str(resp.port) if resp else _RESP[1],
         # The engine answers the user `lmcache` in the forms that LMCache's client can read (engine/resp_lmcache.py).
         "KV_RESP_USER": (resp.username or "") if resp else "lmcache",
-        "KV_RESP_SECRET": "resp_password" if resp else "token",
+        "KV_RESP_SECRET": "resp_password" if resp else _TOKEN,
         # A network without a way out, unless the engine is elsewhere.
         "KV_STORE_NET_INTERNAL": "true" if settings.has_engine or not (settings.engine_url or resp) else "false",
     }
@@ -98,7 +116,10 @@ def server_dir(settings: Settings) -> Path:
 
 
 def client_dir(settings: Settings) -> Path:
-    """What lmcache's container sees: `token`, `ca.pem` (empty: the system's CAs) and `resp_password`.
+    """What lmcache's container sees of the secrets.
+
+    `token` is of this stack's own engine and made here. `url_token` is of KV_ENGINE_URL and `resp_password` of
+    KV_RESP_URL: the user's to write. `ca.pem` follows KV_ENGINE_CA (empty: the system's CAs).
 
     Folders and not files are mounted, so that a file that is replaced is seen in the container.
     """
@@ -109,10 +130,11 @@ def secret_files(settings: Settings) -> Mapping[Path, Callable[[], str]]:
     """Each secret file that these layers need, and how to make it where it is not there."""
     client, server = client_dir(settings), server_dir(settings)
     found: dict[Path, Callable[[], str]] = {}
-    if settings.has_engine or storage(settings.layers).startswith("path"):
-        found[client / "token"] = lambda: "" if settings.engine_url else secrets.token_urlsafe(32) + "\n"
     if settings.has_engine:
-        found[server / "tokens"] = lambda: _tokens((client / "token").read_text(encoding="ascii").strip())
+        found[client / _TOKEN] = lambda: secrets.token_urlsafe(32) + "\n"
+        found[server / "tokens"] = lambda: _tokens((client / _TOKEN).read_text(encoding="ascii").strip())
+    if settings.engine_url and "path-a" in settings.layers:
+        found[client / _URL_TOKEN] = lambda: ""
     if settings.resp_url and "path-b" in settings.layers:
         found[client / "resp_password"] = lambda: ""
     return found if settings.persist else {}
@@ -136,8 +158,8 @@ def _tokens(token: str) -> str:
 
 
 def token(settings: Settings) -> str:
-    """The stack's own token, or "" where it cannot be read."""
+    """The token of the stack's own engine, or "" where it cannot be read."""
     try:
-        return (client_dir(settings) / "token").read_text(encoding="ascii").strip()
+        return (client_dir(settings) / _TOKEN).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return ""

@@ -82,6 +82,7 @@ def make_plan(root: Path) -> Plan:
     current = settings.load(root)
     current = replace(current, device=current.device or detect().name)
     envfile.check_data(current)
+    kv_engine.check_ca(current)
     layers.resolve(current)
     kv_engine.check(current)
     preflight.knobs(current)

@@ -8,7 +8,7 @@ import ssl
 
 from kvstrata.doors.remote_settings import RemoteError, RemoteSettings, said
 
-__all__ = ["Down", "NoGreeting", "down"]
+__all__ = ["Down", "NoGreeting", "down", "is_engines", "no_engine", "no_token"]
 
 #: Word -> found, needed, fix.
 _SAID = {
@@ -18,8 +18,6 @@ _SAID = {
     "lost": ("a connection that ends without an answer", "HTTP there",
              "https:// in KV_ENGINE_URL if that port speaks TLS; else see what the engine's log says"),
     "rubbish": ("an answer that is none of /kv", "a KV engine there", "mend KV_ENGINE_URL in .env"),
-    "token refused (401)": ("a token that the engine does not know (401)", "one that its tokens file has",
-                            "write it to data/secrets/engine-client/token"),
 }  # fmt: skip
 _NO_TLS = ("a server that speaks TLS, as https:// says",
            "http:// in KV_ENGINE_URL if that port has none; else see what the engine's log says")  # fmt: skip
@@ -41,6 +39,27 @@ class Down(Exception):
         super().__init__(word)
         self.said = line or said(*_SAID[word])
         self.timed_out, self.lasting = timed_out, lasting
+
+
+def is_engines(response: http.client.HTTPResponse) -> bool:
+    """Whether a refusal is of a server of /kv: ours marks all answers, and each says no in JSON."""
+    kind = response.getheader("Content-Type", "")
+    return response.getheader("KV-API-Version") is not None or kind.startswith("application/json")
+
+
+def no_engine(status: int) -> Down:
+    """Of an answer that is none of `is_engines`. A proxy's 502 and the like end when its engine is back."""
+    fix = "mend KV_ENGINE_URL in .env (https:// where TLS is spoken); of a proxy, see what its own log says"
+    line = said(f"status {status} in an answer that no KV engine gives", "a KV engine there", fix)
+    return Down("no engine", line, lasting=status < 500)
+
+
+def no_token(settings: RemoteSettings) -> Down:
+    """Of status 401."""
+    file = settings.token_file.name if settings.token_file else "token"
+    fix = f"write it to data/secrets/engine-client/{file}"
+    found = "a token that the engine does not know (401)"
+    return Down("token refused (401)", said(found, "one that its tokens file has", fix))
 
 
 def down(error: Exception, settings: RemoteSettings) -> Down:

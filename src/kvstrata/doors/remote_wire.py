@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from kvstrata.doors import remote_frame
 from kvstrata.doors.remote_connection import Connection
-from kvstrata.doors.remote_faults import Down, down
+from kvstrata.doors.remote_faults import Down, down, is_engines, no_engine, no_token
 from kvstrata.doors.remote_settings import RemoteSettings
 from kvstrata.store.checksum import crc32
 
@@ -62,11 +62,10 @@ class Wire:
 
     def get_into(self, key: str, block: memoryview, deadline: float) -> bool:
         """Fill `block`; False for a key that is not there. Raises Corrupt as well."""
-        response = self._call("GET", key_path(key), deadline)
+        response = self._look("GET", key, deadline)
         if response.status == 404:
             self._finish(response)
             return False
-        self._expect(response, (200,))
         try:
             if response.length != remote_frame.SIZE + block.nbytes:
                 raise Corrupt("length")
@@ -97,8 +96,7 @@ class Wire:
         return response.status == 201
 
     def exists(self, key: str, deadline: float) -> bool:
-        response = self._call("HEAD", key_path(key), deadline)
-        self._expect(response, (200, 404))
+        response = self._look("HEAD", key, deadline)
         self._finish(response)
         return response.status == 200
 
@@ -112,7 +110,7 @@ class Wire:
             self._finish(response)
             self._has_batch = False
             return None
-        self._expect(response, (200,))
+        self._expect(response, (200,), lookup=True)
         with self._faults():
             text = response.read(_SMALL + 16 * len(keys))
         self._finish(response)
@@ -134,6 +132,11 @@ class Wire:
         self._expect(response, (200, 204, 404, 405))
         self._finish(response)
         return response.status != 405
+
+    def _look(self, method: str, key: str, deadline: float) -> http.client.HTTPResponse:
+        response = self._call(method, key_path(key), deadline)
+        self._expect(response, (200, 404), lookup=True)
+        return response
 
     # -- the connection ---------------------------------------------------------------------------------------------
 
@@ -194,12 +197,16 @@ class Wire:
             if self._aborted:
                 raise ConnectionAbortedError("closed")
 
-    def _expect(self, response: http.client.HTTPResponse, good: Sequence[int]) -> None:
-        if response.status in good:
+    def _expect(self, response: http.client.HTTPResponse, good: Sequence[int], *, lookup: bool = False) -> None:
+        """lookup: a no must be an engine's. What a put is told may be a proxy's, with a limit for bodies alone."""
+        foreign = lookup and response.status not in (200, 401) and not is_engines(response)
+        if response.status in good and not foreign:
             return
         self.close()  # its body may be anything
         if response.status == 401:
-            raise Down("token refused (401)")
+            raise no_token(self._settings)
+        if foreign:
+            raise no_engine(response.status)
         raise Refused(str(response.status))
 
     def _fill(self, response: http.client.HTTPResponse, view: memoryview) -> None:

@@ -16,7 +16,7 @@ __all__ = ["EngineSettings"]
 _LEAST, _CATALOG = 8 << 20, 2 << 20
 _MOST_WORKERS = 256
 # KV_ENGINE_…: a stack's (its .env), of `engine check`, and what Kubernetes tells of a service kv-engine.
-_OTHERS = ("ADDRESS", "CA", "CONNECTIONS", "DEADLINE", "DIR", "HOT_GB", "PATH", "TOKEN", "URL")
+_OTHERS = ("ADDRESS", "CA", "CONNECTIONS", "DEADLINE", "DIR", "HOT_GB", "PATH", "SECRET", "TOKEN", "URL")
 _OTHERS_BEGIN = ("PORT", "SERVICE_")
 
 
