@@ -3,6 +3,9 @@
 The proof is what is tested; this is its environment. Blocks are identified by the tokens before them, as in the real
 servers; L0 dies with vLLM, L1 with lmcache, L2 stays. `corrupt` makes L2 serve KV that gives another answer; blocks in
 `damaged` are refused, counted and gone, as the block store has it; `rotten` damages whatever is stored from then on.
+
+L1 holds `l1_chunks` chunks. As LMCache has it, a store that finds no room is dropped whole, and at 0.8 of the pool a
+fifth of the chunks goes, those that were used longest ago first, and of one prompt the last ones first.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from kvstrata.proof import own_blocks
 from kvstrata.proof.checks import GUARD_CLASS
 
 CHUNK, BLOCK = 32, 16
+CHUNK_BYTES = 3 << 20
 NAME = "tiny--" + "ab" * 16
 
 
@@ -28,7 +32,10 @@ class SimStack:
 
     def __init__(self) -> None:
         self.l0: set[tuple[Any, ...]] = set()
-        self.l1: set[tuple[Any, ...]] = set()
+        self.l1: dict[tuple[Any, ...], None] = {}
+        """The least recently used first."""
+        self.l1_chunks: int | None = 1000
+        """None: its status tells no sizes."""
         self.l2: set[tuple[Any, ...]] = set()
         self.damaged: set[tuple[Any, ...]] = set()
         self.rotten = False
@@ -72,8 +79,8 @@ class SimStack:
         keys = {("", *prompt[:end]) for prompt in prompts for end in _ends(prompt, self.chunk)}
         result: dict[str, Any] = {"l2_present": len(keys & self.l2)}
         if action in ("drop-l1", "delete"):
-            result["l1"] = {"deleted": len(keys & self.l1), "skipped": 0}
-            self.l1 -= keys
+            result["l1"] = {"deleted": len(keys & self.l1.keys()), "skipped": 0}
+            self.l1 = {key: None for key in self.l1 if key not in keys}
         if action == "delete":
             self.l2 -= keys
             result["l2_left"] = 0
@@ -85,6 +92,7 @@ class SimStack:
         prompt, salt = body["prompt"], body.get("cache_salt", "")
         keep = not (body.get("kv_transfer_params") or {}).get("lmcache.skip_save")
         with self.lock:
+            self.evict()
             local = _longest(self.l0, salt, prompt[:-1], BLOCK)
             wrong, known = False, 0
             if self.connector:
@@ -102,19 +110,40 @@ class SimStack:
 
     def _lookup(self, salt: str, prompt: list[int], keep: bool) -> tuple[int, bool]:
         keys = [(salt, *prompt[:end]) for end in _ends(prompt, self.chunk)]
-        refused = self.damaged & set(keys) - self.l1
+        refused = self.damaged & set(keys) - self.l1.keys()
         self.l2 -= refused
         self.damaged -= refused
         self.lm["refused"] = self.lm.get("refused", 0) + len(refused)
-        known = _longest(self.l1 | self.l2, salt, prompt, self.chunk)
+        known = _longest(self.l1.keys() | self.l2, salt, prompt, self.chunk)
         loaded = [key for key in keys if len(key) - 1 <= known and key not in self.l1]
         self.lm["lookup_requested_tokens"] = self.lm.get("lookup_requested_tokens", 0) + len(keys) * self.chunk
         self.lm["l2_loaded"] = self.lm.get("l2_loaded", 0) + len(loaded)
-        if keep:
-            self.l1 |= set(keys)
+        self._use([key for key in keys if key in self.l1])
+        room = (self.l1_chunks or 1000) - len(self.l1)
+        if keep and len(set(keys) - self.l1.keys()) <= room:
+            self._use(keys)
             self.damaged |= set(keys) - self.l2 if self.rotten else set()
             self.l2 |= set() if self.store_lost else set(keys)
         return known, self.corrupt and bool(loaded)
+
+    def _use(self, keys: list[tuple[Any, ...]]) -> None:
+        for key in reversed(keys):
+            self.l1.pop(key, None)
+            self.l1[key] = None
+
+    def evict(self) -> None:
+        """What LMCache does once a second: here between two requests."""
+        if len(self.l1) >= 0.8 * (self.l1_chunks or 1000):
+            for key in list(self.l1)[: max(1, len(self.l1) // 5)]:
+                del self.l1[key]
+
+    @property
+    def l1_status(self) -> dict[str, int]:
+        with self.lock:
+            if self.l1_chunks is None:
+                return {}
+            used = {"memory_used_bytes": len(self.l1) * CHUNK_BYTES, "total_object_count": len(self.l1)}
+            return used | {"memory_total_bytes": self.l1_chunks * CHUNK_BYTES}
 
     @staticmethod
     def _serve(handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
@@ -192,7 +221,7 @@ def _lmcache_handler(stack: SimStack) -> type[BaseHTTPRequestHandler]:
             engines = {"1": {"model_name": stack.model_name, "world_size": 1}} if stack.connector else {}
             self.reply(json.dumps({
                 "is_healthy": True, "chunk_size": stack.chunk, "non_cuda_context_meta": engines,
-                "storage_manager": {"num_l2_adapters": 1, "store_controller": {}, "l1_manager": {}},
+                "storage_manager": {"num_l2_adapters": 1, "store_controller": {}, "l1_manager": stack.l1_status},
             }))  # fmt: skip
 
     return Handler

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.unit.proof_sim import CHUNK, SimStack
+from tests.unit.proof_sim import CHUNK, CHUNK_BYTES, SimStack
 
 from kvstrata.deploy.errors import KvError
-from kvstrata.proof import phases, sources, verify
+from kvstrata.proof import phases, room, sources, verify
 from kvstrata.proof.control import Target
 from kvstrata.proof.report import Report
 
@@ -25,7 +25,7 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimStack]:
     monkeypatch.setattr(verify, "_PROMPT_TOKENS", {False: 200, True: 140})
     monkeypatch.setattr(phases, "wait_for_stores", lambda *args: sources.wait_for_stores(*args, deadline_s=0.5))
     times = ((sources, "_LAST_LOOK_S", 0.01), (sources, "_QUIET_S", 0.02), (verify, "_BUSY_LOOK_S", 0.1))
-    for module, name, value in times:
+    for module, name, value in (*times, (room, "_LOOK_S", 0.01)):
         monkeypatch.setattr(module, name, value)
     simulated = SimStack()
     yield simulated
@@ -50,7 +50,7 @@ def test_full_proof_of_a_sound_stack(stack: SimStack) -> None:
     ]  # fmt: skip
     # Two vLLM restarts in all, and lmcache dies alone once with vLLM untouched.
     assert [entry[1:] for entry in stack.log if entry[0] == "kill"] == [("vllm",), ("lmcache",), ("lmcache", "vllm")]
-    assert not stack.l1 | stack.l2, "own blocks are removed"
+    assert not {*stack.l1, *stack.l2}, "own blocks are removed"
 
 
 def test_live_proof_reads_every_tier_and_kills_nothing(stack: SimStack) -> None:
@@ -59,7 +59,7 @@ def test_live_proof_reads_every_tier_and_kills_nothing(stack: SimStack) -> None:
     assert {p.name: p.source for p in report.phases}["live_l1"] == "l1"
     assert {p.name: p.source for p in report.phases}["live_l2"] == "l2"
     assert stack.log == []
-    assert not stack.l1 | stack.l2
+    assert not {*stack.l1, *stack.l2}
 
 
 def test_json_has_the_documented_shape(stack: SimStack, tmp_path: Path) -> None:
@@ -238,3 +238,58 @@ def test_traffic_of_the_last_second_counts_as_in_flight(stack: SimStack) -> None
     with pytest.raises(KvError):
         verify.prove(_target(stack))
     thread.join()
+
+
+def _others_fill_l1(stack: SimStack) -> None:
+    for number in range(stack.l1_chunks or 0):
+        stack.complete({"prompt": [number] * (CHUNK + 1), "max_tokens": 1})
+    stack.evict()
+    stack.counters.clear()
+    stack.lm.clear()
+
+
+@pytest.mark.parametrize(
+    ("l1_chunks", "full", "prompt_chunks"),
+    [(4, False, 1), (4, True, 1), (12, False, 2), (12, True, 2), (22, True, 4), (25, True, 5)],
+)
+def test_prompts_are_as_long_as_l1_can_keep_and_shorter_ones_are_noted(
+    stack: SimStack, l1_chunks: int, full: bool, prompt_chunks: int
+) -> None:
+    """Whole proofs of small pools, empty and full of what others stored. 200 tokens have room for five chunks."""
+    stack.l1_chunks = l1_chunks
+    if full:
+        _others_fill_l1(stack)
+    report = verify.prove(_target(stack))
+    assert report.all_failures == ()
+    assert report.prompt_tokens // CHUNK == prompt_chunks
+    size = f"L1 of {l1_chunks * CHUNK_BYTES / (1 << 30):.3g} GiB holds {l1_chunks} chunks"
+    noted = [note for note in report.notes if "instead of" in note]
+    assert len(noted) == (prompt_chunks < 5)
+    assert all("prompts of" in note and size in note and "KV_L1_GB" in note for note in noted)
+
+
+def test_prompts_are_not_cut_by_what_is_not_known(stack: SimStack) -> None:
+    """LMCache tells no sizes, or requests of others would be measured too."""
+    full = verify.prove(_target(stack)).prompt_tokens
+    stack.l1_chunks = None
+    assert verify.prove(_target(stack)).prompt_tokens == full
+    stack.l1_chunks, stack.running = 12, 1
+    assert verify.prove(_target(stack), force=True).prompt_tokens == full
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_prompt_that_l1_dropped_names_l1_and_what_to_raise(stack: SimStack, live: bool) -> None:
+    at = "live_l1" if live else "restart_vllm"
+    stack.l1_chunks = 40
+    report = verify.prove(_target(stack), live=live, before=_at(at, lambda: _others_fill_l1(stack)))
+    assert _failing(report) == {at}
+    said = next(failure for failure in report.all_failures if failure.startswith(at))
+    assert "source: found: l2; needed: l1" in said and "L1 of 0.117 GiB" in said and "raise KV_L1_GB" in said
+
+
+def test_an_l1_that_cannot_keep_two_chunks_fails_and_names_itself(stack: SimStack) -> None:
+    stack.l1_chunks = 2
+    _others_fill_l1(stack)
+    report = verify.prove(_target(stack))
+    said = " ".join(failure for failure in report.all_failures if failure.startswith("restart_vllm:"))
+    assert "L1 of 0.00586 GiB holds 2 chunks" in said and "raise KV_L1_GB" in said

@@ -85,6 +85,13 @@ def measure(
     try:
         sizes = _sizes(prover, lengths)
         asked = []
+        stored, room = sum(size // target.chunk_size for size in sizes) * repeats, prover.measure_l1()
+        if room and stored > room.kept:
+            prover.notes.append(
+                f"all prompts together are {stored} chunks; {room}, and is sure to keep the newest {room.kept}. What "
+                "comes from L2 instead is not counted: fewer --lengths or --repeats, or a larger KV_L1_GB"
+            )
+            say(prover.notes[-1])
         say(f"{len(sizes) * repeats} prompts of {', '.join(map(str, sizes))} tokens: cold, then L0")
         for size in sizes * repeats:
             prompt = prover.prompt(size)

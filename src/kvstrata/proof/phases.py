@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from kvstrata.deploy.errors import KvError
-from kvstrata.proof import prompts
+from kvstrata.proof import prompts, room
 from kvstrata.proof.checks import GuardFacts, registered_models
 from kvstrata.proof.client import Completion, EngineFacts, LmcacheClient, RequestFailed, VllmClient
 from kvstrata.proof.control import OwnBlocks, Target, wait_until
 from kvstrata.proof.report import Phase
-from kvstrata.proof.sources import Hits, Meter, Source, wait_for_stores
+from kvstrata.proof.sources import Hits, Meter, Source, StoresStuck, wait_for_stores
 
 __all__ = ["Disturbed", "Prover", "difference"]
 
@@ -41,6 +41,8 @@ class Prover:
         self.at = "cold"
         self.sent_tokens = 0
         """Tokens of the first prompt that a phase sent (P1)."""
+        self.room: room.Room | None = None
+        """Of L1, where it was measured."""
         self._answer_tokens = answer_tokens
         self._target, self._vllm, self._lmcache, self._facts = target, vllm, lmcache, facts
         self._counted, self._retry_counted, self._before = counted, retry_counted, before
@@ -65,6 +67,25 @@ class Prover:
                 fix="raise --max-model-len (KV_VLLM_EXTRA_ARGS) or lower KV_CHUNK_SIZE in .env",
             )
         return (most - remainder) // self.chunk * self.chunk + remainder
+
+    def measure_l1(self) -> room.Room | None:
+        """Stores one chunk to see what it takes of L1. None: not to be told, as while others store theirs."""
+        if not self._counted:
+            self.room = room.measure(self._lmcache, lambda: self._vllm.complete(self._unrelated(self.chunk + 1), 1))
+        return self.room
+
+    def fitted(self, length: int) -> int:
+        """`length`, or less and a note, so that L1 keeps two such prompts until they are read."""
+        found = self.measure_l1()
+        if found is None or length // self.chunk <= found.a_prompt:
+            return length
+        fits = found.a_prompt * self.chunk + length % self.chunk
+        self.notes.append(f"prompts of {fits} instead of {length} tokens: {found}; a larger KV_L1_GB allows more")
+        return fits
+
+    def _l1_is_small(self, chunks: int) -> str:
+        size = self.room or f"L1 of {room.l1_bytes(self._lmcache)[1] / (1 << 30):.3g} GiB"
+        return f": {size}, and did not keep all {chunks} of these; raise KV_L1_GB in .env, then `make up`"
 
     def prompt(self, length: int) -> tuple[int, ...]:
         """A fresh prompt of `length` tokens or, as it keeps whole words, a few less; its hits are those of `length`."""
@@ -121,6 +142,8 @@ class Prover:
         elif not hits.exact and self._retry_counted:
             raise Disturbed
         problems = _judge(hits, expected, source, self._counted)
+        if source == "l1" and problems and hits.exact and hits.external_tokens:
+            problems[0] += self._l1_is_small(len(prompt) // self.chunk)
         if source == "l2" and served is not None and not problems:
             problems += _engine_problems((self._served() or 0) - served, hits.l2_chunks)
         unlike = difference(answer, yardstick) if yardstick is not None else None
@@ -179,7 +202,12 @@ class Prover:
         """Until the blocks of `stored` lie in their last tier. Raises StoresStuck; `name` needs it."""
         self.at = name
         chunks = sum(len(prompt) // self.chunk for prompt in stored)
-        wait_for_stores(self._lmcache, chunks, lambda: self._blocks.count(stored))
+        try:
+            wait_for_stores(self._lmcache, chunks, lambda: self._blocks.count(stored))
+        except StoresStuck as stuck:
+            if self.room is None or chunks <= self.room.kept:
+                raise
+            raise StoresStuck(f"{stuck}{self._l1_is_small(chunks)}") from stuck
 
     def drop_l1(self, prompt: Tokens) -> None:
         """Remove the proof's own blocks from L1, so that only L2 can serve them."""

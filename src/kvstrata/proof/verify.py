@@ -8,8 +8,9 @@ once (unseen: it hits nothing). Then, with two vLLM restarts in all:
     kill both             P1 from disk                               (restart_both,   l2; damaged blocks: phases.py)
 
 Kills are SIGKILL, after the stores have reached their last tier. An unrelated warm-up request precedes each timed one,
-so that first-request costs are nobody's TTFT. The prompts carry no salt, on purpose: the path without a salt is the one
-that most requests take. Their blocks are found again by their tokens and removed at the end (own_blocks.py).
+so that first-request costs are nobody's TTFT. L1 has to keep both prompts until they are read: a small one gets shorter
+ones (room.py). The prompts carry no salt, on purpose: the path without a salt is the one that most requests take. Their
+blocks are found again by their tokens and removed at the end (own_blocks.py).
 
 `live=True` restarts nothing: cold, warm_l0, unseen, other_salt, then a read of L1 and one of L2 without any restart. A
 prompt of exactly k chunks makes vLLM load its last block from LMCache though L0 has the rest (L0 never covers the last
@@ -191,6 +192,7 @@ def _note_a_weak_yardstick(prover: Prover, one: Completion | None, other: Comple
 
 
 def _full(prover: Prover, length: int, exact: bool) -> None:
+    length = prover.fitted(length)
     p1, p2 = (prover.prompt(length) for _ in range(2))
     cold = prover.phase("cold", p1, "none", None)
     warm = prover.phase("warm_l0", p1, "l0", cold if exact else None)
