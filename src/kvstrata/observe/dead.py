@@ -19,7 +19,7 @@ DEAD = {
     "lmcache_mp_lookup_hit_l2*": "lmcache_mp_l2_prefetch_hit_chunks_total, in chunks",
     "lmcache_mp_lookups*": "nothing; lmcache_mp_lookup_requested_tokens_total counts tokens",
     "lmcache_mp_lookup_early_exit*": "nothing",
-    "lmcache_mp_l2_store_fail*": "lmcache_mp_l2_store_submitted_requests_total minus ..._completed_requests_total",
+    "lmcache_mp_l2_store_fail*": "lmcache_mp_l2_store_submitted_objects_chunks_total minus ..._completed_...",
     "lmcache_coordinator_*": "nothing: 0.5.3's coordinator has no /metrics",
     "lmcache:*": "lmcache_mp_*: names of the single-process LMCache",
 }

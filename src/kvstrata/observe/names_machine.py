@@ -14,8 +14,9 @@ _PROMETHEUS = (
 )  # fmt: skip
 
 _PROCESS = (
-    ("process_resident_memory_bytes", _G, "bytes", "Memory of a process, by job."),
-    ("process_cpu_seconds_total", _C, "seconds", "CPU time of a process, by job."),
+    ("process_resident_memory_bytes", _G, "bytes",
+     "Memory of a process, by job. Of vLLM, the API server's: its engine has no page."),
+    ("process_cpu_seconds_total", _C, "seconds", "CPU time of a process, by job. Of vLLM, the API server's."),
     ("process_start_time_seconds", _G, "unix time", "When a process started, by job."),
 )  # fmt: skip
 

@@ -81,9 +81,9 @@ def _health() -> tuple[Panel, ...]:
             by_rate("lmcache_mp_l2_store_completed_requests_total", host(), "completed"),
             by_rate("lmcache_mp_l2_store_submitted_objects_chunks_total", tenant(), "chunks submitted"),
             by_rate("lmcache_mp_l2_store_completed_objects_chunks_total", tenant(), "chunks completed"), unit="cps",
-            tells="Stores handed to L2 and stores that succeeded. 0.5.3 counts no failure: it is the difference.",
+            tells="Stores handed to L2, and their end. One that fails completes as a task, but none of its chunks do.",
             normal="The lines of a pair lie on each other.",
-            otherwise="completed stays below submitted: stores fail, though the server is healthy.",
+            otherwise="chunks completed stay below chunks submitted: stores fail, though the server is healthy.",
             runbook="l2-stores-fail",
         ),
         lines(

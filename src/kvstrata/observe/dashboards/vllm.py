@@ -124,12 +124,14 @@ def _machine() -> tuple[Panel, ...]:
         lines(
             "Memory of the servers", Query(f"sum by (job) (process_resident_memory_bytes{host()})", "{{job}}"),
             unit="bytes",
-            tells="Resident memory by part.", normal="Steady after warm-up.",
+            tells="Resident memory by part. Of vLLM, the API server's: the model's process has no page.",
+            normal="Steady after warm-up.",
             otherwise="grows for hours: a leak; the container's limit ends it.",
         ),
         lines(
             "CPU of the servers", Query(rate("process_cpu_seconds_total", host(), "job"), "{{job}}"),
-            tells="Cores in use by part.", normal="Follows the traffic.",
+            tells="Cores in use by part. Of vLLM, the API server's: the model's process has no page.",
+            normal="Follows the traffic.",
             otherwise="busy without traffic: see the log.",
         ),
         lines(
