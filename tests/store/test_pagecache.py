@@ -6,6 +6,8 @@ import resource
 import socket
 import threading
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvstrata.store import pagecache
 from kvstrata.store.errors import StoreError
-from kvstrata.store.lease import UNLIMITED
+from kvstrata.store.lease import UNLIMITED, Expired
 from kvstrata.store.pagecache import CachedReader, NativeReader, PythonReader, cached_reader
 from tests.store.blocks import FILLER, drop_pages
 
@@ -204,6 +206,22 @@ def test_a_file_that_takes_no_more_is_an_error(native: CachedReader, tmp_path: P
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.errno == errno.EFBIG and (tmp_path / "made").stat().st_size == 700_000
+
+
+def test_nothing_is_touched_or_written_once_the_lease_has_ended(native: CachedReader, tmp_path: Path) -> None:
+    class EndedBefore:
+        def touching(self) -> AbstractContextManager[None]:
+            raise AssertionError("held around I/O")
+
+        @contextmanager
+        def ending(self, stop: Callable[[], None]) -> Iterator[None]:
+            stop()
+            stop()
+            yield
+
+    with (tmp_path / "made").open("w+b") as made, pytest.raises(Expired):
+        native.write(made.fileno(), memoryview(bytearray(STEP)), 0, 4096, EndedBefore())
+    assert (tmp_path / "made").stat().st_size == 0
 
 
 def test_memory_that_cannot_be_addressed_is_not_written_here(native: CachedReader, tmp_path: Path) -> None:

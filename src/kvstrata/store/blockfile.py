@@ -137,7 +137,7 @@ class BlockIO:
 
     @property
     def reader(self) -> str:
-        """How what is in the page cache is read and checked: native or python."""
+        """How what is in the page cache is read and checked, and gets there: native or python."""
         return self._cached.name
 
     @property

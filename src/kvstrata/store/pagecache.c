@@ -14,7 +14,8 @@
 typedef uint32_t checksum(uint32_t crc, const unsigned char *data, size_t size);
 
 #define PIECE ((uint64_t)256 << 10)
-/* The larger it is, the larger are the folios that the page cache makes of it; half of an L2 cache. */
+/* Half of an L2 cache. A piece ends at a multiple of it in the file: the page cache makes one folio of it then, and a
+   dozen where it lies a header's page further. */
 #define WRITTEN ((uint64_t)512 << 10)
 #define PAUSE_US 20
 
@@ -99,7 +100,7 @@ int kv_write_checked(int fd, const unsigned char *source, uint64_t size, uint64_
                      uint32_t *sums, uint32_t *state) {
     for (uint64_t done = 0, summed = 0; done < size;) {
         if (!became(state, LENT, TOUCHED)) return ECANCELED;
-        for (uint64_t stop = smaller(size, done + WRITTEN); summed < stop;) {
+        for (uint64_t stop = smaller(size, done + WRITTEN - (start + done) % WRITTEN); summed < stop;) {
             uint64_t inside = summed % step, part = smaller(stop - summed, step - inside);
             sums[summed / step] = crc32(inside ? sums[summed / step] : 0, source + summed, part);
             summed += part;
