@@ -44,6 +44,12 @@ class EndingLease:
         finally:
             self.held = False
 
+    @contextmanager
+    def ending(self, stop: Callable[[], None]) -> Iterator[None]:
+        with self.touching():
+            self.held = False
+            yield
+
 
 def smooth(size: int) -> bytes:
     """Like bf16 KV: every second byte is one of few."""

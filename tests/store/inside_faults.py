@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvstrata.store.blockfile import BlockIO, Expired
+from kvstrata.store.deadline import TaskLease
+from kvstrata.store.scratch import Scratch
 from kvstrata.store.store import BlockStore, Outcome, Result
 from tests.store.stores import MIB, books_are_right, data, file_of, get, key, outcomes, put, wait_for
 
@@ -166,3 +173,111 @@ def test_a_block_that_hangs_does_not_take_the_threads_of_the_stores(opened: Open
     assert not stuck.done()
     disk.set()
     assert outcomes(stuck.result(10)) == {"hit"}
+
+
+class Lent:
+    """Memory that a write may not touch any more once it was taken back: that would end the process."""
+
+    def __init__(self, size: int) -> None:
+        self._pool = mmap.mmap(-1, size)
+        self._pool.write(os.urandom(size))
+        self.view = memoryview(self._pool)
+        self._protect = ctypes.CDLL(None, use_errno=True).mprotect
+        self._protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._place = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
+
+    def protect(self, how: int, start: int = 0) -> None:
+        assert self._protect(self._place + start, len(self.view) - start, how) == 0
+
+    def writer(self, io: BlockIO, number: int, lease: TaskLease, failed: list[BaseException]) -> threading.Thread:
+        def write() -> None:
+            try:
+                io.write(key(number), self.view, 1, lease)
+            except (OSError, Expired) as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def lent() -> Iterator[Lent]:
+    lent = Lent(5 * MIB)
+    yield lent
+    lent.protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def test_a_write_that_hangs_does_not_hold_what_was_lent_and_never_touches_it_again(
+    root: Path, disk: Disk, lent: Lent
+) -> None:
+    root.mkdir()
+    lease, failed = TaskLease(), list[BaseException]()
+    disk.set(writes="s")
+    writer = lent.writer(BlockIO(root), 1, lease, failed)
+    time.sleep(0.2)  # it hangs in the middle of the block by now
+    lease.end()
+    assert writer.is_alive()
+    lent.protect(0, MIB)  # what the disk was just given has been taken by the kernel
+    disk.set()
+    writer.join()
+    assert len(failed) == 1 and not [*root.rglob("*.0.0")]
+
+
+@pytest.mark.parametrize("end", ["deadline", "closed"])
+def test_a_put_that_hangs_gives_its_buffer_back_with_its_report(
+    opened: Opened, root: Path, disk: Disk, lent: Lent, end: str
+) -> None:
+    store = opened()
+    disk.set(writes="s")
+    future = store.put([key(1)], [lent.view], deadline_s=0.2 if end == "deadline" else 60)
+    if end == "closed":
+        time.sleep(0.2)
+        store.close(timeout_s=0)
+    assert _said(future.result(10)) == {("expired", end)}
+    lent.protect(0, MIB)
+    disk.set()
+    store.close()
+    assert wait_for(lambda: not [one for one in threading.enumerate() if one.name.startswith("kvstrata-io")])
+    assert not file_of(root, 1).exists()
+
+
+def test_what_was_lent_can_be_taken_back_at_any_moment_of_a_write(root: Path, disk: Disk, lent: Lent) -> None:
+    root.mkdir()
+    io, chance, lost = BlockIO(root), random.Random(4), 0
+    for number in range(150):
+        lease, failed = TaskLease(), list[BaseException]()
+        writer = lent.writer(io, number, lease, failed)
+        time.sleep(chance.random() * 0.004)
+        lease.end()
+        lent.protect(0)
+        writer.join()
+        lent.protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        assert bool(failed) != file_of(root, number).exists()
+        lost += len(failed)
+        if not failed:
+            with io.open(key(number)) as block:
+                block.verify(Scratch())
+            io.remove(key(number))
+    assert lost
+
+
+@pytest.mark.parametrize("size", [1, 256 << 10, 5 * MIB + 12345])
+def test_writes_that_are_interrupted_and_cut_short_make_whole_blocks(opened: Opened, disk: Disk, size: int) -> None:
+    store = opened()
+    disk.set(writes="i")
+    assert outcomes(put(store, range(4), size)) == {"stored"}
+    assert outcomes(get(store, range(4), size)) == {"hit"}
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_block_fails_the_put_and_leaves_nothing(
+    opened: Opened, root: Path, disk: Disk
+) -> None:
+    store = opened()
+    disk.set(writes="m")
+    assert _said(put(store, [1], 5 * MIB)) == {("error", "enospc")}
+    assert store.contains([key(1)]) == [False] and not file_of(root, 1).exists()
+    disk.set()
+    assert outcomes(put(store, [1], 5 * MIB)) == {"stored"}
+    assert outcomes(get(store, [1], 5 * MIB)) == {"hit"}
+    assert books_are_right(store, root)

@@ -54,6 +54,19 @@ def test_the_end_of_a_lease_waits_for_those_who_touch_and_lets_nobody_else_begin
     ender.join()
 
 
+def test_the_end_of_a_lease_stops_those_who_look_for_themselves_and_waits_for_nothing_else_of_theirs() -> None:
+    lease, stopped = TaskLease(), []
+    with lease.ending(lambda: stopped.append("over")):
+        pass
+    with lease.ending(lambda: stopped.append("inside")):
+        lease.end()
+        assert stopped == ["inside"]
+    lease.end()
+    with pytest.raises(Expired), lease.ending(lambda: stopped.append("late")):
+        pytest.fail("began after the end")
+    assert stopped == ["inside"]
+
+
 def test_a_batch_is_done_with_its_last_key_and_keeps_the_order_of_keys() -> None:
     batch = _batch()
     assert batch.settle(1, Result(Outcome.HIT))

@@ -2,8 +2,11 @@
 
 import errno
 import os
+import resource
 import socket
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvstrata.store import pagecache
 from kvstrata.store.errors import StoreError
+from kvstrata.store.lease import UNLIMITED, Expired
 from kvstrata.store.pagecache import CachedReader, NativeReader, PythonReader, cached_reader
 from tests.sockets import received
 from tests.store.blocks import FILLER, drop_pages
@@ -170,3 +174,46 @@ def test_a_peer_that_has_gone_is_an_error_and_no_signal(native: CachedReader, fi
     with file.open("rb") as opened, ours, pytest.raises(BrokenPipeError):
         opened.read()
         native.send(opened.fileno(), ours.fileno(), memoryview(bytearray(9)), 9, 0, [zlib.crc32(content[:9])], b"", b"")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(size=SIZES, start=st.integers(0, 9000), step=STEPS)
+def test_what_is_written_is_there_with_its_checksums(
+    native: CachedReader, tmp_path: Path, content: bytes, size: int, start: int, step: int
+) -> None:
+    with (tmp_path / "made").open("w+b") as made:
+        sums = native.write(made.fileno(), memoryview(bytearray(content[:size])), start, step, UNLIMITED)
+        assert made.read() == bytes(start) + content[:size]
+    assert sums == [zlib.crc32(content[at : min(at + step, size)]) for at in range(0, size, step)]
+
+
+def test_a_file_that_takes_no_more_is_an_error(native: CachedReader, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, before[1]))  # a short write, then none
+    try:
+        with (tmp_path / "made").open("wb") as made, pytest.raises(OSError) as caught:
+            native.write(made.fileno(), memoryview(bytearray(3 * STEP)), 0, STEP, UNLIMITED)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG and (tmp_path / "made").stat().st_size == 700_000
+
+
+def test_nothing_is_touched_or_written_once_the_lease_has_ended(native: CachedReader, tmp_path: Path) -> None:
+    class EndedBefore:
+        def touching(self) -> AbstractContextManager[None]:
+            raise AssertionError("held around I/O")
+
+        @contextmanager
+        def ending(self, stop: Callable[[], None]) -> Iterator[None]:
+            stop()
+            stop()
+            yield
+
+    with (tmp_path / "made").open("w+b") as made, pytest.raises(Expired):
+        native.write(made.fileno(), memoryview(bytearray(STEP)), 0, 4096, EndedBefore())
+    assert (tmp_path / "made").stat().st_size == 0
+
+
+def test_memory_that_cannot_be_addressed_is_not_written_here(native: CachedReader, tmp_path: Path) -> None:
+    with (tmp_path / "made").open("w+b") as made:
+        assert native.write(made.fileno(), memoryview(b"read-only"), 0, 4096, UNLIMITED) == []

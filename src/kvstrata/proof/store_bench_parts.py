@@ -197,7 +197,9 @@ def checks(on: bool) -> Iterator[None]:
         for module in () if on else (checksum, format, blockread, blockwrite, pagecache):
             patches.enter_context(mock.patch.object(module, "crc32", _no_check))
         if not on:
-            patches.enter_context(mock.patch.object(pagecache.NativeReader, "read", pagecache.PythonReader.read))
+            for name in ("read", "write"):
+                way = getattr(pagecache.PythonReader, name)
+                patches.enter_context(mock.patch.object(pagecache.NativeReader, name, way))
         yield
 
 

@@ -96,7 +96,7 @@ class BlockIO:
             if not os.readlink(f"/proc/self/fd/{fd}").startswith(path[: path.rindex("/") + 1]):  # noqa: PTH115
                 raise OSError(errno.ELOOP, "a symlink leads out of the root", path)
             direct = self._scratch if self._direct else None
-            stored_len = fill(fd, key, source, itemsize, sub_bytes, self._codec, lease, direct)
+            stored_len = fill(fd, key, source, itemsize, sub_bytes, self._codec, lease, direct, self._cached)
             status = os.fstat(fd)
             if status.st_mode & 0o777 != _MODE:  # the umask; 0400 would be a pin
                 os.fchmod(fd, _MODE)
@@ -137,7 +137,7 @@ class BlockIO:
 
     @property
     def reader(self) -> str:
-        """How what is in the page cache is read and checked: native or python."""
+        """How what is in the page cache is read and checked, and gets there: native or python."""
         return self._cached.name
 
     @property

@@ -10,6 +10,7 @@ from kvstrata.store.codecs import Codec, codec
 from kvstrata.store.format import HEADER_BYTES, pack_header
 from kvstrata.store.keys import BlockKey
 from kvstrata.store.lease import Lease
+from kvstrata.store.pagecache import CachedReader
 from kvstrata.store.scratch import PAGE, Scratch, address
 
 __all__ = ["fill"]
@@ -35,11 +36,18 @@ def fill(
     encoder: Codec,
     lease: Lease,
     direct: Scratch | None,
+    cached: CachedReader,
 ) -> int:
     """Write `source` as a block into the empty file `fd`; `direct`: memory for a file opened with O_DIRECT, else None.
 
     Returns the payload's length. Raises OSError, Expired.
     """
+    plain = encoder.name == "raw" and not direct
+    if plain and (crcs := cached.write(fd, source, HEADER_BYTES, sub_bytes, lease)):
+        lengths = [min(sub_bytes, len(source) - start) for start in range(0, len(source), sub_bytes)]
+        header = pack_header(key, "raw", itemsize, sub_bytes, len(source), lengths, crcs)
+        _write_all(fd, [memoryview(header)], 0)
+        return len(source)
     lengths, crcs, sink = _fill(fd, source, itemsize, sub_bytes, encoder, lease, direct)
     saved = len(source) - sum(lengths)
     if 0 < saved < PAGE:

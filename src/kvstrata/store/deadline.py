@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -45,13 +45,14 @@ class Result:
 class TaskLease:
     """The right of all threads of one batch to touch its buffers. A context manager of itself: `touching` is hot."""
 
-    __slots__ = ("_changed", "_ended", "_lock", "_touching")
+    __slots__ = ("_changed", "_ended", "_lock", "_stops", "_touching")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._ended = False
         self._touching = 0
+        self._stops: list[Callable[[], None]] = []
 
     @property
     def ended(self) -> bool:
@@ -76,6 +77,19 @@ class TaskLease:
             if self._ended and not self._touching:
                 self._changed.notify_all()
 
+    @contextmanager
+    def ending(self, stop: Callable[[], None]) -> Iterator[None]:
+        """See Lease."""
+        with self._lock:
+            if self._ended:
+                raise Expired
+            self._stops.append(stop)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stops.remove(stop)
+
     def publish(self) -> bool:
         """False once the task was reported: what was written must not become visible."""
         return not self._ended
@@ -84,6 +98,8 @@ class TaskLease:
         """Nobody may begin to touch any more; returns when nobody does: memory copies only, so in no time."""
         with self._changed:
             self._ended = True
+            for stop in self._stops:
+                stop()
             while self._touching:
                 self._changed.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -20,9 +21,18 @@ class Lease(Protocol):
         ends the lease waits for microseconds only. Raises Expired once it has ended.
         """
 
+    def ending(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
+        """Held around code that touches the buffer between I/O that can block, and that `stop` keeps from it for good:
+        whoever ends the lease calls that first. It returns when the buffer is not touched any more, in microseconds,
+        and may be called twice. Raises Expired once the lease has ended.
+        """
+
 
 class _Unlimited:
     def touching(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ending(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
         return nullcontext()
 
 

@@ -1,6 +1,6 @@
-/* What the page cache has of a block, checked piece by piece while the piece is in a core's own cache: pagecache.py in one
-   call, without the interpreter's lock and without a second pass through memory. It never waits for the device and
-   decides nothing but what it does not send.
+/* What the page cache has of a block, or gets, checked piece by piece while the piece is in a core's own cache:
+   pagecache.py in one call, without the interpreter's lock and without a second pass through memory. It waits for the
+   device only where it writes, and decides nothing but what it does not send.
 
    gcc -O2 -Wall -Wextra -Werror -shared -fPIC -o .venv/lib/kvstrata-pagecache.so src/kvstrata/store/pagecache.c */
 #define _GNU_SOURCE
@@ -8,11 +8,16 @@
 #include <stdint.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 /* zlib-ng's zng_crc32_z. */
 typedef uint32_t checksum(uint32_t crc, const unsigned char *data, size_t size);
 
 #define PIECE ((uint64_t)256 << 10)
+/* Half of an L2 cache. A piece ends at a multiple of it in the file: the page cache makes one folio of it then, and a
+   dozen where it lies a header's page further. */
+#define WRITTEN ((uint64_t)512 << 10)
+#define PAUSE_US 20
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -73,4 +78,38 @@ int64_t kv_send_cached(int fd, int sock, unsigned char *room, uint64_t size, uin
         done += (uint64_t)got;
     }
     return (int64_t)done;
+}
+
+/* Whose lent memory is: the lender's and nobody touches it, being touched, taken back for good. */
+enum { LENT, TOUCHED, TAKEN };
+
+static int became(uint32_t *state, uint32_t from, uint32_t to) {
+    return __atomic_compare_exchange_n(state, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+/* Returns when a kv_write_checked of this `state` does not touch its source any more, however long it still takes. Waits
+   for one piece's checksum at most, never for the device. May be called again. */
+void kv_take_back(uint32_t *state) {
+    while (!became(state, LENT, TAKEN) && !became(state, TAKEN, TAKEN)) usleep(PAUSE_US);
+}
+
+/* Writes `size` bytes of `source` to `fd` from `start` on. sums: of each `step` bytes of it; the last may be cut short.
+   `state`: LENT. `source` is touched here while that is TOUCHED; else by the kernel alone, which says EFAULT where it is
+   not there any more. 0, or errno; ECANCELED: it was taken back. */
+int kv_write_checked(int fd, const unsigned char *source, uint64_t size, uint64_t start, uint64_t step, checksum *crc32,
+                     uint32_t *sums, uint32_t *state) {
+    for (uint64_t done = 0, summed = 0; done < size;) {
+        if (!became(state, LENT, TOUCHED)) return ECANCELED;
+        for (uint64_t stop = smaller(size, done + WRITTEN - (start + done) % WRITTEN); summed < stop;) {
+            uint64_t inside = summed % step, part = smaller(stop - summed, step - inside);
+            sums[summed / step] = crc32(inside ? sums[summed / step] : 0, source + summed, part);
+            summed += part;
+        }
+        __atomic_store_n(state, LENT, __ATOMIC_SEQ_CST);
+        ssize_t written = pwrite(fd, source + done, summed - done, (off_t)(start + done));
+        if (written < 0 && errno != EINTR) return errno;
+        if (!written) return ENOSPC;
+        if (written > 0) done += (uint64_t)written;
+    }
+    return 0;
 }

@@ -1,4 +1,4 @@
-"""What the page cache has of a block, with its checksums: by pagecache.c where that was compiled, else in Python.
+"""What the page cache has of a block, or gets, with its checksums: by pagecache.c where compiled, else in Python.
 
 The images compile it. Measured on 3 and 36 MiB blocks: docs/performance.md.
 """
@@ -11,12 +11,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from kvstrata.store import checksum
 from kvstrata.store.checksum import crc32
 from kvstrata.store.errors import StoreError
+from kvstrata.store.lease import Expired, Lease
 from kvstrata.store.scratch import address
 
 __all__ = ["LIBRARY", "CachedReader", "NativeReader", "PythonReader", "cached_reader"]
@@ -54,6 +56,13 @@ class CachedReader(Protocol):
         Returns how many of the `size` bytes were sent; 0 also where that is not done here. OSError: the socket's.
         """
 
+    def write(self, fd: int, source: memoryview, start: int, step: int, lease: Lease) -> list[int]:
+        """Write all of `source` at `start`, for as long as the device likes: who ends the lease does not wait for it.
+
+        Returns the CRC-32 of each `step` bytes, the last of which may be cut short; [] where that is not done here:
+        then nothing was written. Raises OSError, Expired.
+        """
+
 
 class PythonReader:
     """Read all, then check."""
@@ -76,6 +85,10 @@ class PythonReader:
         """See CachedReader: not done here."""
         return 0
 
+    def write(self, fd: int, source: memoryview, start: int, step: int, lease: Lease) -> list[int]:
+        """See CachedReader: not done here."""
+        return []
+
 
 class NativeReader:
     """Check what was just read. `library`: pagecache.c, compiled. OSError, AttributeError: it cannot be used."""
@@ -95,6 +108,15 @@ class NativeReader:
             ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64,
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t,
         ]  # fmt: skip
+        self._write = functions.kv_write_checked
+        self._write.restype = ctypes.c_int
+        self._write.argtypes = [
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p,
+            ctypes.c_void_p, ctypes.c_void_p,
+        ]  # fmt: skip
+        self._take_back = functions.kv_take_back
+        self._take_back.restype = None
+        self._take_back.argtypes = [ctypes.c_void_p]
         # The function behind `crc32`: not one more library, and no second opinion about what a checksum is.
         function = ctypes.CDLL(checksum.LIBRARY).zng_crc32_z
         function.restype = ctypes.c_uint32
@@ -124,6 +146,21 @@ class NativeReader:
         if done < 0:
             raise OSError(-done, os.strerror(-done))
         return done
+
+    def write(self, fd: int, source: memoryview, start: int, step: int, lease: Lease) -> list[int]:
+        """See CachedReader."""
+        place = address(source)
+        if place is None:
+            return []
+        sums = (ctypes.c_uint32 * -(-len(source) // step))()
+        state = ctypes.byref(ctypes.c_uint32())
+        with lease.ending(partial(self._take_back, state)):
+            error = self._write(fd, place, len(source), start, step, self._crc, sums, state)
+        if error == errno.ECANCELED:
+            raise Expired
+        if error:
+            raise OSError(error, os.strerror(error))
+        return sums[:]
 
 
 def cached_reader(choice: str) -> CachedReader:
