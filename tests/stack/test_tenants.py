@@ -57,7 +57,8 @@ def test_prompt_logprobs_are_not_served_from_the_cache(stack: Stack) -> None:
 def test_skip_save_stores_nothing(stack: Stack) -> None:
     before = set(stack.l2_files())
     hint = {"cached_token_stats": 1, "lmcache.skip_save": True}
-    answer = stack.store(prompt("skip-save"), kv_transfer_params=hint)
+    answer = stack.ask(prompt("skip-save"), kv_transfer_params=hint)
+    stack.wait_stored()
     stack.drop_l0()
     assert stack.ask(prompt("skip-save"), kv_transfer_params=hint).lmcache == 0
     assert set(stack.l2_files()) == before
