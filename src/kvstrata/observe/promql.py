@@ -15,7 +15,8 @@ from kvstrata.observe.dead import replacement
 __all__ = ["Selection", "faults", "names", "selections", "substitute", "without_fallback"]
 
 _RATES = frozenset({"rate", "irate", "increase"})
-_OVER_TIME = frozenset({"delta", "deriv", "resets", "changes"})
+#: The last one is for who compares counts of one moment with each other, and says so.
+_OVER_TIME = frozenset({"delta", "deriv", "resets", "changes", "last_over_time"})
 _OF_NATIVE = frozenset(f"histogram_{what}" for what in ("quantile", "avg", "count", "sum", "fraction"))
 _FALLBACK = re.compile(r"^\((?P<inner>.*)\) or vector\(0\)$", re.S)
 #: What Grafana fills in. Longest first, as `$__rate_interval` begins with `$__r`.
