@@ -122,6 +122,13 @@ def test_a_proxy_whose_engine_is_away_and_comes_back(
         engine.kill()
 
 
+def test_a_proxy_that_has_had_too_many_requests_is_asked_again(nginx: Callable[..., Process]) -> None:
+    proxy = nginx("listen 127.0.0.1:{port}; return 429;")
+    with driver(proxy.port) as asked:
+        assert asked.has(KEYS) == [False] * 6
+        assert not asked.client._breaker.open
+
+
 def test_a_refusal_of_the_engine_itself_is_no_fault(tmp_path: Path, said: Callable[[], list[str]]) -> None:
     """A token that may use other keys only: 403, and JSON."""
     engine = ours(tmp_path, SOURCE)

@@ -48,10 +48,10 @@ def is_engines(response: http.client.HTTPResponse) -> bool:
 
 
 def no_engine(status: int) -> Down:
-    """Of an answer that is none of `is_engines`. A proxy's 502 and the like end when its engine is back."""
+    """Of an answer that is none of `is_engines`. A proxy's 502 ends when its engine is back, its 429 sooner."""
     fix = "mend KV_ENGINE_URL in .env (https:// where TLS is spoken); of a proxy, see what its own log says"
     line = said(f"status {status} in an answer that no KV engine gives", "a KV engine there", fix)
-    return Down("no engine", line, lasting=status < 500)
+    return Down("no engine", line, lasting=status < 500 and status != 429)
 
 
 def no_token(settings: RemoteSettings) -> Down:
