@@ -42,16 +42,10 @@ def fill(
 
     Returns the payload's length. Raises OSError, Expired.
     """
-    plain = encoder.name == "raw" and not direct
-    if plain and (crcs := cached.write(fd, source, HEADER_BYTES, sub_bytes, lease)):
-        lengths = [min(sub_bytes, len(source) - start) for start in range(0, len(source), sub_bytes)]
-        header = pack_header(key, "raw", itemsize, sub_bytes, len(source), lengths, crcs)
-        _write_all(fd, [memoryview(header)], 0)
-        return len(source)
-    lengths, crcs, sink = _fill(fd, source, itemsize, sub_bytes, encoder, lease, direct)
+    lengths, crcs, sink = _fill(fd, source, itemsize, sub_bytes, encoder, lease, direct, cached)
     saved = len(source) - sum(lengths)
     if 0 < saved < PAGE:
-        lengths, crcs, sink = _fill(fd, source, itemsize, sub_bytes, codec("raw"), lease, direct)
+        lengths, crcs, sink = _fill(fd, source, itemsize, sub_bytes, codec("raw"), lease, direct, cached)
         saved = 0
     name = encoder.name if saved else "raw"
     sink.end(pack_header(key, name, itemsize, sub_bytes, len(source), lengths, crcs))
@@ -66,7 +60,11 @@ def _fill(
     encoder: Codec,
     lease: Lease,
     direct: Scratch | None,
+    cached: CachedReader,
 ) -> tuple[list[int], list[int], _Sink]:
+    plain = encoder.name == "raw" and not direct
+    if plain and (crcs := cached.write(fd, source, HEADER_BYTES, sub_bytes, lease)):
+        return [min(sub_bytes, len(source) - at) for at in range(0, len(source), sub_bytes)], crcs, _BufferedSink(fd)
     sink = _DirectSink(fd, direct.take(sub_bytes + PAGE)) if direct else _BufferedSink(fd)
     lengths, crcs = [], []
     for start in range(0, len(source), sub_bytes):
