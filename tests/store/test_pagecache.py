@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import socket
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -77,6 +78,34 @@ def test_what_would_have_to_come_from_the_device_does_not_come(way: CachedReader
     assert answer == (0, []) and set(target) == {FILLER}
 
 
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 3 << 20])
+def test_opening_tells_what_lies_there_and_reads_its_first_page(
+    way: CachedReader, tmp_path: Path, content: bytes, size: int
+) -> None:
+    file = tmp_path / "opened"
+    file.write_bytes(content[:size])
+    page = memoryview(bytearray([FILLER]) * 4096)
+    found = way.open(str(file), os.O_RDONLY, page)
+    os.close(found.fd)
+    assert stat.S_ISREG(found.mode) and (found.size, found.got) == (size, min(size, 4096))
+    assert found.cached == (size > 4096)
+    assert page[: found.got] == content[: found.got] and set(page[found.got :]) <= {FILLER}
+
+
+def test_opening_reads_no_device_and_says_which_file_failed(way: CachedReader, tmp_path: Path) -> None:
+    page = memoryview(bytearray(4096))
+    found = way.open("/dev/zero", os.O_RDONLY, page)
+    os.close(found.fd)
+    assert stat.S_ISCHR(found.mode) and found.got == 0 and not found.cached
+    with pytest.raises(FileNotFoundError, match="absent"):
+        way.open(str(tmp_path / "absent"), os.O_RDONLY, page)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    (tmp_path / "unreadable").touch()
+    with pytest.raises(OSError):  # opened, then not readable: nothing stays open
+        way.open(str(tmp_path / "unreadable"), os.O_WRONLY, page)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_what_fails_is_an_error_of_the_system_and_what_cannot_say_is_nothing(way: CachedReader, file: Path) -> None:
     fd = os.open(file, os.O_WRONLY)
     target = memoryview(bytearray(8192))
@@ -138,9 +167,11 @@ def test_what_is_cached_is_sent_between_head_and_tail(
     native: CachedReader, file: Path, content: bytes, size: int
 ) -> None:
     sums = [zlib.crc32(content[at : min(at + STEP, size)]) for at in range(0, size, STEP)]
-    with file.open("rb") as opened:
-        opened.read()
-        assert sent(native, opened.fileno(), size, STEP, sums) == (size, b"he\0ad" + content[:size] + b"tail")
+    fd = native.open(str(file), os.O_RDONLY, memoryview(bytearray(4096))).fd
+    file.read_bytes()
+    assert sent(native, fd, size, STEP, sums) == (size, b"he\0ad" + content[:size] + b"tail")
+    with pytest.raises(OSError):  # closed with the last piece
+        os.fstat(fd)
 
 
 @pytest.mark.parametrize("bad", [0, 1, 11])

@@ -29,11 +29,15 @@ _ASIDE = PAGE // 2
 class OpenBlock:
     """A block whose header was found good. Several threads may read different sub-blocks at once."""
 
-    __slots__ = ("_cached", "_direct", "_fd", "_scratch", "header")
+    __slots__ = ("_cached", "_direct", "_fd", "_scratch", "header", "warm")
 
-    def __init__(self, fd: int, header: Header, scratch: Scratch, direct: bool, cached: CachedReader) -> None:
+    def __init__(
+        self, fd: int, header: Header, warm: bool, scratch: Scratch, direct: bool, cached: CachedReader
+    ) -> None:
+        """`warm`: the page cache had the first byte of the payload when the file was opened."""
         self._fd = fd
         self.header = header
+        self.warm = warm
         self._scratch = scratch
         self._direct = direct
         self._cached = cached
@@ -95,22 +99,18 @@ class OpenBlock:
         codec(self.header.codec).decode_into(stored, piece)
         return piece
 
-    def cached(self) -> bool:
-        """True if the page cache has the first byte of the payload. Where it has not, this may hang with the device."""
-        try:
-            return not self._direct and os.preadv(self._fd, [self._scratch.take(1)], HEADER_BYTES, os.RWF_NOWAIT) > 0
-        except OSError:
-            return False
-
     def send_cached(self, sock: int, head: bytes, tail: bytes) -> int:
         """Send head, payload and tail as far as CachedReader.send does. Returns how many bytes of the payload, whole
-        sub-blocks, were sent; 0: nothing was. OSError: the socket's.
+        sub-blocks, were sent, and if that is all of them, the block is closed; 0: nothing was. OSError: the socket's.
         """
         header = self.header
-        if header.stored_len != header.raw_len or not header.raw_len:
+        if not self.warm or header.stored_len != header.raw_len or not header.raw_len:
             return 0
         room = self._scratch.take(_ASIDE + min(header.sub_bytes, header.raw_len))[_ASIDE:]
-        return self._cached.send(self._fd, sock, room, header.raw_len, header.starts[0], header.crcs, head, tail)
+        sent = self._cached.send(self._fd, sock, room, header.raw_len, header.starts[0], header.crcs, head, tail)
+        if sent == header.raw_len:
+            self._fd = -1
+        return sent
 
     def verify(self, room: Scratch) -> None:
         """Check every sub-block without a caller's buffer; `room`: for one decoded one. Raises as read does."""
@@ -173,21 +173,19 @@ class OpenBlock:
 
 def open_block(path: str, key: BlockKey | None, scratch: Scratch, direct: bool, cached: CachedReader) -> OpenBlock:
     """Open and check the header. Raises FileNotFoundError, BadBlock, OSError."""
+    # A page of its own and not joined with the payload: faster when cold too, it wakes the read-ahead.
+    page = scratch.take(PAGE)
     try:
-        fd = os.open(path, _FLAGS | (os.O_DIRECT if direct else 0))
+        found = cached.open(path, _FLAGS | (os.O_DIRECT if direct else 0), page)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise BadBlock("magic", "a symbolic link or a socket") from None
         raise
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(found.mode):
             raise BadBlock("magic", "not a regular file")
-        # A page of its own and not joined with the payload: faster when cold too, it wakes the read-ahead.
-        page = scratch.take(PAGE)
-        got = os.preadv(fd, [page], 0)
-        header = parse_header(page[: min(got, HEADER_BYTES)], key, status.st_size)
+        header = parse_header(page[: min(found.got, HEADER_BYTES)], key, found.size)
     except BaseException:
-        os.close(fd)
+        os.close(found.fd)
         raise
-    return OpenBlock(fd, header, scratch, direct, cached)
+    return OpenBlock(found.fd, header, found.cached, scratch, direct, cached)

@@ -74,13 +74,11 @@ class PinnedBlock:
 
     def send_cached(self, sock: int, head: bytes, tail: bytes) -> int:
         """Send the bytes that are in the page cache, from the first on, up to one that is not or is not right, to a
-        blocking socket; `head` before them, `tail` behind the last. Returns how many bytes were sent, in whole pieces;
-        0: nothing was, nor the head. OSError: the socket's.
+        blocking socket; `head` before them, `tail` behind the last. Returns how many bytes were sent, in whole pieces,
+        and if all were, there is nothing more to read here; 0: nothing was, nor the head. OSError: the socket's.
         """
-        with self._direct.reads:
-            cached = self._block.cached()
         # Not among the disk's calls: a client that takes nothing is no disk that hangs.
-        return self._block.send_cached(sock, head, tail) if cached else 0
+        return self._block.send_cached(sock, head, tail)
 
     def close(self) -> None:
         """Let go; idempotent."""

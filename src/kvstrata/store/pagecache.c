@@ -5,8 +5,10 @@
    gcc -O2 -Wall -Wextra -Werror -shared -fPIC -o .venv/lib/kvstrata-pagecache.so src/kvstrata/store/pagecache.c */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -20,6 +22,34 @@ typedef uint32_t checksum(uint32_t crc, const unsigned char *data, size_t size);
 #define PAUSE_US 20
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* What kv_open found: st_mode, st_size, bytes read of the first page, whether the byte behind it is in the page cache. */
+struct opened {
+    int64_t mode, size, read, cached;
+};
+
+/* Opens a file and reads `size` bytes of its start into `page`, if it is a regular one. Returns its descriptor, or
+   -errno. One call instead of four: each would be another wait for the interpreter's lock. */
+int kv_open(const char *path, int flags, unsigned char *page, uint64_t size, struct opened *found) {
+    struct stat status;
+    int fd = open(path, flags);
+    if (fd < 0) return -errno;
+    ssize_t got = fstat(fd, &status);
+    if (!got && S_ISREG(status.st_mode)) {
+        unsigned char next;
+        struct iovec behind = {&next, 1};
+        do got = pread(fd, page, size, 0);
+        while (got < 0 && errno == EINTR);
+        found->cached = !(flags & O_DIRECT) && preadv2(fd, &behind, 1, (off_t)size, RWF_NOWAIT) == 1;
+    }
+    if (got < 0) {
+        int error = errno;
+        close(fd);
+        return -error;
+    }
+    found->mode = status.st_mode, found->size = status.st_size, found->read = got;
+    return fd;
+}
 
 /* Reads `size` bytes of `fd` from `start` on into `target`, as far as no device has to be asked. sums: of each `step`
    bytes of what came; the last may be cut short. Returns how many bytes came, or -errno where the first read failed. */
@@ -61,8 +91,8 @@ static int send_all(int sock, struct iovec *parts, size_t count) {
 
 /* Sends `head`, `size` bytes of `fd` from `start` on, and `tail`. Each `step` of them goes through `room`, which has
    room for one, and leaves once its checksum was found to be its one of `sums`; the head leaves with the first. Ends
-   before what is not all in the page cache or not right. Returns how many of the `size` bytes were sent, or -errno of
-   the socket. */
+   before what is not all in the page cache or not right; closes `fd` if all was sent. Returns how many of the `size`
+   bytes were sent, or -errno of the socket. */
 int64_t kv_send_cached(int fd, int sock, unsigned char *room, uint64_t size, uint64_t start, uint64_t step,
                        checksum *crc32, const uint32_t *sums, char *head, size_t head_size, char *tail,
                        size_t tail_size) {
@@ -77,6 +107,7 @@ int64_t kv_send_cached(int fd, int sock, unsigned char *room, uint64_t size, uin
         if (error) return -error;
         done += (uint64_t)got;
     }
+    if (done == size) close(fd);
     return (int64_t)done;
 }
 

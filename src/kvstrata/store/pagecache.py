@@ -9,11 +9,13 @@ import ctypes
 import errno
 import logging
 import os
+import stat
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstrata.store import checksum
 from kvstrata.store.checksum import crc32
@@ -21,15 +23,28 @@ from kvstrata.store.errors import StoreError
 from kvstrata.store.lease import Expired, Lease
 from kvstrata.store.scratch import address
 
-__all__ = ["LIBRARY", "CachedReader", "NativeReader", "PythonReader", "cached_reader"]
+__all__ = ["LIBRARY", "CachedReader", "NativeReader", "Opened", "PythonReader", "cached_reader"]
 
 # Not beside this file: a checkout's source that is mounted into an image uses the image's.
 LIBRARY = Path(sys.prefix, "lib", "kvstrata-pagecache.so")
 """pagecache.c, compiled."""
 _NO_NOWAIT = {errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _SAMPLE = b"123456789"
+# struct opened of pagecache.c.
+_Found = ctypes.c_int64 * 4
 
 log = logging.getLogger(__name__)
+
+
+class Opened(NamedTuple):
+    """A file that was opened: descriptor, st_mode, st_size; `got`: bytes that were read of its first page, if it is a
+    regular file; `cached`: the page cache has the byte behind them."""
+
+    fd: int
+    mode: int
+    size: int
+    got: int
+    cached: bool
 
 
 class CachedReader(Protocol):
@@ -38,6 +53,9 @@ class CachedReader(Protocol):
     @property
     def name(self) -> str:
         """native or python."""
+
+    def open(self, path: str, flags: int, page: memoryview) -> Opened:
+        """Open a file and read its first page into `page` (writable). May wait for the device. OSError."""
 
     def read(self, fd: int, target: memoryview, start: int, step: int) -> tuple[int, list[int]]:
         """Fill `target` (writable, not empty) from `start` on without waiting for a device.
@@ -53,7 +71,8 @@ class CachedReader(Protocol):
 
         They go through `room` (writable), a room at a time, and leave once their CRC-32 was found to be the next one of
         `sums`; the head leaves with the first. Ends before what would have to come from a device or is not right.
-        Returns how many of the `size` bytes were sent; 0 also where that is not done here. OSError: the socket's.
+        Returns how many of the `size` bytes were sent, and if that is all of them, the file has been closed; 0 also
+        where that is not done here. OSError: the socket's.
         """
 
     def write(self, fd: int, source: memoryview, start: int, step: int, lease: Lease) -> list[int]:
@@ -68,6 +87,22 @@ class PythonReader:
     """Read all, then check."""
 
     name = "python"
+
+    def open(self, path: str, flags: int, page: memoryview) -> Opened:
+        """See CachedReader."""
+        fd = os.open(path, flags)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return Opened(fd, status.st_mode, status.st_size, 0, False)
+            got, cached = os.preadv(fd, [page], 0), False
+            if not flags & os.O_DIRECT:
+                with suppress(OSError):
+                    cached = os.preadv(fd, [bytearray(1)], len(page), os.RWF_NOWAIT) > 0
+            return Opened(fd, status.st_mode, status.st_size, got, cached)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def read(self, fd: int, target: memoryview, start: int, step: int) -> tuple[int, list[int]]:
         """See CachedReader."""
@@ -97,6 +132,9 @@ class NativeReader:
 
     def __init__(self, library: Path) -> None:
         functions = ctypes.CDLL(str(library))
+        self._open = functions.kv_open
+        self._open.restype = ctypes.c_int
+        self._open.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
         self._read, self._send = functions.kv_read_cached, functions.kv_send_cached
         self._read.restype = ctypes.c_int64
         self._read.argtypes = [
@@ -124,6 +162,15 @@ class NativeReader:
         if function(0, _SAMPLE, len(_SAMPLE)) != crc32(_SAMPLE):
             raise OSError(errno.ENOEXEC, "zng_crc32_z is another checksum", checksum.LIBRARY)
         self._crc = ctypes.cast(function, ctypes.c_void_p)
+
+    def open(self, path: str, flags: int, page: memoryview) -> Opened:
+        """See CachedReader."""
+        found = _Found()
+        fd = self._open(os.fsencode(path), flags, address(page), len(page), found)
+        if fd < 0:
+            raise OSError(-fd, os.strerror(-fd), path)
+        mode, size, got, cached = found
+        return Opened(fd, mode, size, got, cached != 0)
 
     def read(self, fd: int, target: memoryview, start: int, step: int) -> tuple[int, list[int]]:
         """See CachedReader."""
