@@ -136,3 +136,8 @@ def test_the_command_refuses_a_place_without_room(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 1 << 20})())
     done = CliRunner().invoke(cli.app, ["bench", "engine", "--quick", "--dir", str(tmp_path)])
     assert "0.0 GiB free" in str(done.exception)
+
+
+def test_the_command_refuses_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["bench", "engine", "--quick", "--dir", str(tmp_path / "absent")])
+    assert "absent, which is no folder" in str(done.exception)

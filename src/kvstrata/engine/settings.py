@@ -67,7 +67,7 @@ class EngineSettings:
     tokens_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    workers: int = 16
+    workers: int = 8
     """Connections that are served at the same moment."""
     max_connections: int = 12_000
     header_s: float = 15.0

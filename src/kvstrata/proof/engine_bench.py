@@ -37,17 +37,21 @@ __all__ = ["Options", "measure", "options", "run"]
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 #: What it writes at a time, times the most that a server takes for it (epistemic: powers of two, and a frame).
 _DISK_FACTOR = 3
+_BEFORE_BYTES, _BEFORE_CONNECTIONS = 4 << 10, 16
 
 
 @dataclass(frozen=True)
 class Options:
-    """`volume`: bytes of a cell, at least; every connection has two requests or more."""
+    """`volume`: bytes of a cell, at least; every connection has two requests or more. `before`: small puts before the
+    first cell, so that what a server makes once, such as folders, is there.
+    """
 
     blocks_kib: tuple[int, ...]
     connections: tuple[int, ...]
     rounds: int
     volume: int
     seed: int = 1
+    before: int = 16
 
     def count(self, block_kib: int, connections: int) -> int:
         """Requests of each connection."""
@@ -64,7 +68,7 @@ def options(*, quick: bool, seed: int = 1) -> Options:
     """What is measured: everything, or with `quick` a little of it."""
     if quick:
         return Options((256, 1024), (1, 4), rounds=1, volume=8 * _MIB, seed=seed)
-    return Options((256, 1024, 4096, 16384), (1, 4, 16), rounds=5, volume=256 * _MIB, seed=seed)
+    return Options((256, 1024, 4096, 16384), (1, 4, 16), rounds=5, volume=256 * _MIB, seed=seed, before=1024)
 
 
 def run(
@@ -73,6 +77,10 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """Measure, show, write. Raises KvError where there is no room."""
     place = folder or existing_parent(settings.cache_dir)
+    if not place.is_dir():
+        raise KvError(
+            f"--dir {place}, which is no folder that is there", "a folder on the disk to be measured", "mkdir it"
+        )
     free, needed = shutil.disk_usage(place).free, _DISK_FACTOR * options.disk()
     if free < needed or not os.access(place, os.W_OK):
         raise KvError(f"{free / _GIB:.1f} GiB free at {place}", f"{needed / _GIB:.1f} GiB, writable", "--dir FOLDER")
@@ -113,7 +121,7 @@ def measure(
                 reasons[server.name] = f"{type(error).__name__}: {error}"[:300]
     return {
         "machine": machine.describe(work, lmcache=False),
-        "options": {"rounds": options.rounds, "volume_mib": options.volume // _MIB},
+        "options": {"rounds": options.rounds, "volume_mib": options.volume // _MIB, "puts_before": options.before},
         "rows": show.table(samples, reasons),
         "rss_mib": {name: round(value, 1) for name, value in sorted(rss.items())},
         "check_gbps": round(_check_speed(), 2),
@@ -129,6 +137,7 @@ def _turn(
     os.sync()
     running = server.start(folder)
     try:
+        cell(running.target, "put", _BEFORE_BYTES, _BEFORE_CONNECTIONS, options.before // _BEFORE_CONNECTIONS, "before")
         cell(running.target, "put", kib * _KIB, 1, 2, "warm")
         cell(running.target, "get", kib * _KIB, 1, 2, "warm")
         for connections in options.connections:
