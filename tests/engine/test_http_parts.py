@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -205,7 +206,7 @@ def test_who_sends_byte_by_byte_gives_his_thread_to_those_that_wait(listen: Call
     slow = socket.create_connection(listener.address, timeout=10)
 
     def drip() -> None:
-        while not served.wait(0.01):  # never long enough for the linger to end
+        while not served.wait(0.001):  # never long enough for the linger to end
             slow.sendall(b"x")
 
     dripping = threading.Thread(target=drip)
@@ -219,6 +220,35 @@ def test_who_sends_byte_by_byte_gives_his_thread_to_those_that_wait(listen: Call
         served.set()
         dripping.join(10)
         slow.close()
+
+
+def test_who_asks_without_a_pause_takes_turns_with_those_that_wait(listen: Callable[..., Listener]) -> None:
+    listener = listen(echo, workers=1, max_workers=1)
+    done, answers = threading.Event(), 0
+
+    def ask() -> None:
+        nonlocal answers
+        with socket.create_connection(listener.address, timeout=10) as sock:
+            while not done.is_set():
+                sock.sendall(b"again\n")
+                assert sock.recv(100) == b"again\n"
+                answers += 1
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: answers > 0)
+    between = []
+    try:
+        for _ in range(9):
+            with socket.create_connection(listener.address, timeout=10) as sock:
+                before = answers
+                sock.sendall(b"me\n")
+                assert sock.recv(100) == b"me\n"
+                between.append(answers - before)
+    finally:
+        done.set()
+        asking.join(10)
+    assert statistics.median(between) < 100, "one turn, and what fits in while the poller wakes"
 
 
 def test_many_clients_on_few_workers_are_all_served(listen: Callable[..., Listener]) -> None:

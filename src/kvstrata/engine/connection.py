@@ -7,17 +7,16 @@ import socket
 import ssl
 import struct
 import time
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Connection", "Cut", "NotYet"]
+__all__ = ["Connection", "Crowd", "Cut", "NotYet"]
 
 # How long a worker waits for the next request before it hands the connection back to the poller: long enough that a
-# client in a loop never pays for the way through the poller, short enough that an idle one holds no thread.
-_LINGER_S = 0.05
+# client in a loop never pays for the way through the poller, short enough for those that may wait for the thread.
+_LINGER_S = 0.01
 _LINGER = struct.pack("@ll", 0, int(_LINGER_S * 1e6))
 _CHUNK = 32 << 10
-# Requests in a row from one connection while others wait for a worker.
-_STREAK = 16
 # Address space that is read into and never looked at (see `skip`).
 _DISCARD = 16 << 20
 
@@ -28,6 +27,16 @@ class Cut(Exception):
 
 class NotYet(Exception):
     """Nothing has arrived: let `serve` return True, the poller calls again when there is something."""
+
+
+@dataclass(slots=True)
+class Crowd:
+    """What the connections of a listener know of each other. `waiting`: how many have something to read and no thread
+    for it. `stopping`: each ends after the request that is under way.
+    """
+
+    waiting: int = 0
+    stopping: bool = False
 
 
 class Connection:
@@ -46,11 +55,11 @@ class Connection:
     """
 
     __slots__ = (
-        "_streak", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "hurry", "idle_s", "midway",
-        "parked", "peer", "received", "sock", "state", "stopping", "tls",
+        "_crowd", "_had_turn", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "idle_s", "midway",
+        "parked", "peer", "received", "sock", "state", "tls",
     )  # fmt: skip
 
-    def __init__(self, sock: socket.socket, peer: str, idle_s: float | None = None) -> None:
+    def __init__(self, sock: socket.socket, peer: str, idle_s: float | None = None, crowd: Crowd | None = None) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.peer = peer
@@ -64,12 +73,16 @@ class Connection:
         self.parked = False
         self.midway = False
         self.idle_s = idle_s
-        self.hurry = False
-        self.stopping = False
-        self._streak = 0
+        self._crowd = crowd or Crowd()
+        self._had_turn = False
         self._whole = 0 if self.tls else socket.MSG_WAITALL
         if not self.tls:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LINGER)
+
+    @property
+    def stopping(self) -> bool:
+        """It ends after the request that is under way."""
+        return self._crowd.stopping
 
     def until(self, seconds: float | None) -> None:
         """From now on this much time is left, for all that follows, until the next call. None: no deadline."""
@@ -92,14 +105,14 @@ class Connection:
     def fill(self) -> int:
         """Append what has arrived to `buffered`, after a short wait. Returns how much; 0 when the peer has closed.
 
-        Raises NotYet when nothing came, Cut when the deadline has passed, OSError when the connection broke.
+        While others wait for a thread there is no waiting, and every second call gives them this one. Raises NotYet
+        when nothing came, Cut when the deadline has passed, OSError when the connection broke.
         """
         if self.expired:
             raise Cut
-        hurry = self.hurry
-        self._streak = self._streak + 1 if hurry else 0
-        if self._streak > _STREAK:
-            self._streak = 0
+        hurry = self._crowd.waiting > 0 or self._crowd.stopping
+        had_turn, self._had_turn = self._had_turn, False
+        if hurry and had_turn:
             raise NotYet
         try:
             if self.tls:
@@ -116,6 +129,7 @@ class Connection:
             raise NotYet from None
         if not data and self.expired:
             raise Cut  # it is the watchdog that has closed this side
+        self._had_turn = hurry
         self.buffered += data
         self.received += len(data)
         return len(data)

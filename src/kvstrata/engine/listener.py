@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 
-from kvstrata.engine.connection import Connection, Cut, NotYet
+from kvstrata.engine.connection import Connection, Crowd, Cut, NotYet
 
 __all__ = ["Connection", "Cut", "Listener", "NotYet"]
 
@@ -76,9 +76,10 @@ class Listener:
         self._changed = threading.Condition(self._lock)
         self._ready: SimpleQueue[Connection | None] = SimpleQueue()
         self._connections: dict[int, Connection] = {}
-        self._threads = self._free = self._waiting = self._taken = 0
+        self._crowd = Crowd()
+        self._threads = self._free = self._taken = 0
         self._accept_again = 0.0
-        self._stopping = self._done = False
+        self._done = False
         self.refused = self.timeouts = self.accepted = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -96,7 +97,7 @@ class Listener:
     @property
     def busy_connections(self) -> int:
         """Those that a worker has, or that wait for one."""
-        return max(0, self._threads - self._free) + self._waiting
+        return max(0, self._threads - self._free) + self._crowd.waiting
 
     def start(self) -> Listener:
         """Begin to accept."""
@@ -106,9 +107,7 @@ class Listener:
     def stop(self, grace_s: float) -> int:
         """Accept no more, end idle connections, let requests end for `grace_s`, then cut. Returns how many were cut."""
         with self._changed:
-            self._stopping = True
-            for connection in self._connections.values():
-                connection.stopping = connection.hurry = True
+            self._crowd.stopping = True
         deadline = time.monotonic() + grace_s
         with self._changed:
             while self._connections and (left := deadline - time.monotonic()) > 0:
@@ -137,7 +136,7 @@ class Listener:
                     self._accept()
                 else:
                     self._wake(fd)
-            if self._stopping and listening >= 0:
+            if self._crowd.stopping and listening >= 0:
                 self._accept()  # what the kernel has accepted for us is answered as well
                 self._listening.close()
                 listening = -1
@@ -187,10 +186,9 @@ class Listener:
         if self._tls is not None:
             sock.setblocking(False)
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        connection = Connection(sock, peer, self._idle_s)
+        connection = Connection(sock, peer, self._idle_s, self._crowd)
         connection.until(min(self._handshake_s if self._tls is not None else _FIRST_S, self._idle_s))
         with self._lock:
-            connection.stopping = connection.hurry = self._stopping
             connection.parked = True
             self._connections[connection.fd] = connection
             self._epoll.register(connection.fd, _READ)
@@ -210,8 +208,7 @@ class Listener:
         elif self._threads < self._workers:
             self._hire()
         else:
-            self._waiting += 1
-        connection.hurry = self._waiting > 0 or self._stopping
+            self._crowd.waiting += 1
         self._ready.put(connection)
 
     def _hire(self) -> None:
@@ -220,15 +217,14 @@ class Listener:
 
     def _enforce(self, now: float) -> None:
         """Shut down whatever is past its deadline; end what is idle while stopping."""
-        if self._accept_again and now >= self._accept_again and not self._stopping:
+        if self._accept_again and now >= self._accept_again and not self._crowd.stopping:
             self._accept_again = 0.0
             self._epoll.modify(self._listening.fileno(), select.EPOLLIN)
         with self._lock:
-            crowded = self._waiting > 0 or self._stopping
             for connection in list(self._connections.values()):
                 late = connection.deadline is not None and now >= connection.deadline
                 if connection.parked:
-                    if not (late or (self._stopping and not connection.handshaking)):
+                    if not (late or (self._crowd.stopping and not connection.handshaking)):
                         continue
                     connection.parked = False
                     connection.expired = connection.expired or late
@@ -243,16 +239,14 @@ class Listener:
                     connection.expired = True  # first: whoever finds the end of the stream asks why
                     self._shut(connection, how)
                     connection.deadline = now + _LAST_WORDS_S
-                else:
-                    connection.hurry = crowded  # who drips gives its thread to those that wait
 
     def _relieve(self, taken: int) -> int:
         """One more worker where some wait and none was taken since the last look."""
         with self._lock:
-            if self._waiting and self._taken == taken and self._threads < self._max_workers:
+            if self._crowd.waiting and self._taken == taken and self._threads < self._max_workers:
                 # as many as there is room for: each of them would wait for a tick otherwise
-                for _ in range(min(self._waiting, self._max_workers - self._threads)):
-                    self._waiting -= 1
+                for _ in range(min(self._crowd.waiting, self._max_workers - self._threads)):
+                    self._crowd.waiting -= 1
                     self._hire()
             return self._taken
 
@@ -266,7 +260,7 @@ class Listener:
         self._connections.pop(connection.fd, None)
         with suppress(OSError):
             connection.sock.close()
-        if self._stopping and not self._connections:
+        if self._crowd.stopping and not self._connections:
             self._changed.notify_all()
 
     # -- the workers' threads
@@ -286,8 +280,8 @@ class Listener:
                 log.exception("%s: connection of %s ended by a fault", self._name, connection.peer)
             with self._lock:
                 self._take_back(connection, keep)
-                if self._waiting:
-                    self._waiting -= 1
+                if self._crowd.waiting:
+                    self._crowd.waiting -= 1
                 elif self._threads > self._workers:
                     self._threads -= 1
                     return
@@ -299,7 +293,6 @@ class Listener:
             if not self._shake_hands(connection):
                 return True
             connection.until(self._idle_s)
-        connection.hurry = self._waiting > 0 or self._stopping
         while self._serve(connection):
             if not connection.has_more():
                 return not (connection.stopping or connection.expired)
