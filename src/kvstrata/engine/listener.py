@@ -205,15 +205,19 @@ class Listener:
         """To a worker, with the lock held."""
         if self._free:
             self._free -= 1
-        elif self._threads < self._workers:
-            self._hire()
-        else:
+        elif self._threads >= self._workers or not self._hire():
             self._crowd.waiting += 1
         self._ready.put(connection)
 
-    def _hire(self) -> None:
+    def _hire(self) -> bool:
+        """One more worker. False: the system gives no thread now; `_relieve` asks again."""
+        try:
+            threading.Thread(target=self._work, name=f"{self._name}-{self._threads + 1}", daemon=True).start()
+        except RuntimeError as error:
+            log.warning("%s: no more than %d threads: %s", self._name, self._threads, error)
+            return False
         self._threads += 1
-        threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
+        return True
 
     def _enforce(self, now: float) -> None:
         """Shut down whatever is past its deadline; end what is idle while stopping."""
@@ -246,8 +250,9 @@ class Listener:
             if self._crowd.waiting and self._taken == taken and self._threads < self._max_workers:
                 # as many as there is room for: each of them would wait for a tick otherwise
                 for _ in range(min(self._crowd.waiting, self._max_workers - self._threads)):
+                    if not self._hire():
+                        break
                     self._crowd.waiting -= 1
-                    self._hire()
             return self._taken
 
     @staticmethod
