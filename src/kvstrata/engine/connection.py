@@ -16,7 +16,11 @@ __all__ = ["Connection", "Crowd", "Cut", "NotYet"]
 # client in a loop never pays for the way through the poller, short enough for those that may wait for the thread.
 _LINGER_S = 0.01
 _LINGER = struct.pack("@ll", 0, int(_LINGER_S * 1e6))
+# In the middle of something nothing but the watchdog ends the wait, and each look at the clock is for nothing.
+_PATIENCE = struct.pack("@ll", 1, 0)
 _CHUNK = 32 << 10
+# So often a connection that ends is read from while a request is under way: who asks without an end is not waited for.
+_LAST_TURNS = 16
 # Address space that is read into and never looked at (see `skip`).
 _DISCARD = 16 << 20
 
@@ -55,8 +59,8 @@ class Connection:
     """
 
     __slots__ = (
-        "_crowd", "_had_turn", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "idle_s", "midway",
-        "parked", "peer", "received", "sock", "state", "tls",
+        "_crowd", "_patient", "_turns", "_whole", "buffered", "deadline", "expired", "fd", "handshaking", "idle_s",
+        "midway", "parked", "peer", "received", "sock", "state", "tls",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: str, idle_s: float | None = None, crowd: Crowd | None = None) -> None:
@@ -74,7 +78,8 @@ class Connection:
         self.midway = False
         self.idle_s = idle_s
         self._crowd = crowd or Crowd()
-        self._had_turn = False
+        self._turns = 0
+        self._patient = False
         self._whole = 0 if self.tls else socket.MSG_WAITALL
         if not self.tls:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LINGER)
@@ -94,6 +99,7 @@ class Connection:
             try:
                 data = self.sock.recv(_CHUNK)
             except BlockingIOError:
+                self._set_patient(True)
                 data = None
             if data == b"" or self.expired:
                 raise Cut
@@ -111,8 +117,10 @@ class Connection:
         if self.expired:
             raise Cut
         hurry = self._crowd.waiting > 0 or self._crowd.stopping
-        had_turn, self._had_turn = self._had_turn, False
-        if hurry and had_turn:
+        turns, self._turns = self._turns, 0
+        # Who stops parks nobody: of a request that is under way, what has arrived is still read.
+        last = self._crowd.stopping and (self.buffered or self.midway)
+        if hurry and turns >= (_LAST_TURNS if last else 1):
             raise NotYet
         try:
             if self.tls:
@@ -122,6 +130,8 @@ class Connection:
                 finally:
                     self.sock.settimeout(None)
             else:
+                if not hurry:
+                    self._set_patient(False)
                 data = self.sock.recv(_CHUNK, socket.MSG_DONTWAIT if hurry else 0)
         except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
             if self.expired:
@@ -129,7 +139,7 @@ class Connection:
             raise NotYet from None
         if not data and self.expired:
             raise Cut  # it is the watchdog that has closed this side
-        self._had_turn = hurry
+        self._turns = turns + 1 if hurry else 0
         self.buffered += data
         self.received += len(data)
         return len(data)
@@ -158,12 +168,19 @@ class Connection:
         try:
             count = self.sock.recv_into(view, size, flags) if flags else self.sock.recv_into(view, size)
         except BlockingIOError:
+            self._set_patient(True)
             count = -1
         if count == 0 or self.expired:
             raise Cut
         count = max(count, 0)
         self.received += count
         return count
+
+    def _set_patient(self, patient: bool) -> None:
+        """How long a receive waits. Only a slow peer costs these calls."""
+        if patient is not self._patient and not self.tls:
+            self._patient = patient
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PATIENCE if patient else _LINGER)
 
     def send(self, data: bytes | memoryview, *, more: bool = False) -> None:
         """Send all of it. `more`: something follows at once, so the kernel may wait and fill the packet."""
