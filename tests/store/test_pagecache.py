@@ -3,8 +3,11 @@
 import errno
 import os
 import resource
+import signal
 import socket
 import stat
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -248,3 +251,33 @@ def test_nothing_is_touched_or_written_once_the_lease_has_ended(native: CachedRe
 def test_memory_that_cannot_be_addressed_is_not_written_here(native: CachedReader, tmp_path: Path) -> None:
     with (tmp_path / "made").open("w+b") as made:
         assert native.write(made.fileno(), memoryview(b"read-only"), 0, 4096, UNLIMITED) == []
+
+
+def test_a_signal_while_a_file_is_opened_is_no_error(way: CachedReader, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    came: list[object] = []
+
+    def open_it() -> None:
+        try:
+            found = way.open(str(fifo), os.O_RDONLY, memoryview(bytearray(4096)))
+            os.close(found.fd)
+            came.append(found.mode)
+        except OSError as error:
+            came.append(error)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    opening = threading.Thread(target=open_it)
+    try:
+        opening.start()
+        for _ in range(3):
+            time.sleep(0.05)
+            if not came and opening.ident:
+                signal.pthread_kill(opening.ident, signal.SIGUSR1)
+        time.sleep(0.05)
+        if not came:
+            fifo.open("wb").close()
+        opening.join(10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(came) == 1 and isinstance(came[0], int) and stat.S_ISFIFO(came[0])

@@ -32,7 +32,9 @@ struct opened {
    -errno. One call instead of four: each would be another wait for the interpreter's lock. */
 int kv_open(const char *path, int flags, unsigned char *page, uint64_t size, struct opened *found) {
     struct stat status;
-    int fd = open(path, flags);
+    int fd;
+    do fd = open(path, flags);
+    while (fd < 0 && errno == EINTR);
     if (fd < 0) return -errno;
     ssize_t got = fstat(fd, &status);
     if (!got && S_ISREG(status.st_mode)) {
