@@ -92,6 +92,37 @@ def test_a_slow_peer_costs_hardly_any_calls_and_the_next_request_no_wait(
     assert time.monotonic() - began < 0.4
 
 
+def test_what_came_as_the_stop_began_is_answered() -> None:
+    parking, go = threading.Event(), threading.Event()
+
+    def serve(connection: Connection) -> bool:
+        try:
+            connection.fill()
+        except NotYet:
+            return True
+        if connection.buffered != b"whole":  # gives its thread to others, as it is told to stop and the rest arrives
+            parking.set()
+            assert go.wait(10)
+            return True
+        connection.send(b"answer")
+        return False
+
+    listener = Listener("127.0.0.1", 0, serve, workers=1).start()
+    with socket.create_connection(listener.address, timeout=10) as sock:
+        sock.sendall(b"who")
+        assert parking.wait(10)
+        stopping = threading.Thread(target=listener.stop, args=(10,))
+        stopping.start()
+        while not listener._crowd.stopping:
+            time.sleep(0.001)
+        sock.sendall(b"le")
+        time.sleep(0.05)
+        go.set()
+        assert sock.recv(10) == b"answer"
+    stopping.join(10)
+    assert not stopping.is_alive()
+
+
 def test_a_system_that_gives_no_thread_keeps_them_waiting_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     start, refused = threading.Thread.start, 0
 

@@ -298,10 +298,13 @@ class Listener:
             if not self._shake_hands(connection):
                 return True
             connection.until(self._idle_s)
-        while self._serve(connection):
+        while True:
+            # As it was before: who was not told of the stop may leave unread what has come; `_enforce` hands it over.
+            stopping = connection.stopping
+            if not self._serve(connection):
+                return False
             if not connection.has_more():
-                return not (connection.stopping or connection.expired)
-        return False
+                return not (stopping or connection.expired)
 
     @staticmethod
     def _shake_hands(connection: Connection) -> bool:
