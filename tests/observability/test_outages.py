@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvstrata.deploy import observability, settings
-from kvstrata.proof import prom
 from tests.observability.watched import Watched
 from tests.stack.harness import chunks, prompt, wait_until
 
@@ -92,9 +91,8 @@ def test_what_lmcache_and_vllm_push_comes_again_after_the_collector_was_away(
         cached(watched, f"collector {away}")
     finally:
         watched.docker(back_by, collector)
-    page = prom.parse(watched.client.get(watched.metrics_url + "/metrics").text)
+    requested = watched.metric(_REQUESTED)
     watched.ask(prompt(f"after {away}"))
-    requested = page.sum(_REQUESTED)
     back(lambda: (watched.value(f"sum({_REQUESTED})") or 0) > requested, _BACK_S, f"collector {back_by}: metrics")
     # Spans that are pushed in the first seconds may be lost: a sender gives them up after its time limit.
     back(lambda: becomes_whole(watched, f"since {back_by}"), _BACK_S, f"collector {back_by}: a trace is whole")
