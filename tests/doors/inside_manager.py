@@ -10,9 +10,9 @@ buffer of a failed load to its StoreController, and what was in it lies on disk 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from lmcache.v1.mp_observability import event_bus
 
 from kvstrata.connector import l1_guard
 from kvstrata.doors.l2_keys import block_key
-from kvstrata.store import blockread
 
 if not os.environ.get("KVSTRATA_UNGUARDED"):
     l1_guard.install()
@@ -225,50 +224,44 @@ def test_a_missing_file_cuts_the_prefix_as_well(serve: Callable[..., Server]) ->
     assert server.read(keys) == 2
 
 
-class Hang:
-    """A disk that does not answer: reads of payloads wait until `release`."""
+@contextmanager
+def hanging_disk() -> Iterator[None]:
+    """Whatever reads below /cache/t waits until the end, and nothing of it is in the page cache (store/faults.c)."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answer, self.waiting, real = threading.Event(), 0, os.preadv
+    def reads(fault: str) -> None:
+        with Path(os.environ["KV_FAULTS"]).open("r+") as file:
+            file.write(fault)
 
-        def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
-            if flags & os.RWF_NOWAIT:
-                raise BlockingIOError
-            self.waiting += 1
-            self.answer.wait()
-            self.waiting -= 1
-            return real(fd, buffers, offset, flags)
-
-        monkeypatch.setattr(blockread.os, "preadv", preadv)
+    reads("s")
+    try:
+        yield
+    finally:
+        reads(".")
 
 
 def test_a_disk_that_hangs_is_a_miss_within_the_deadline_and_touches_no_memory_after_it(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Server],
 ) -> None:
     server = serve(env={"KV_STORE_LOAD_DEADLINE": "1"})
     keys = server.keys("p")
     server.write(keys)
     server.drop_l1(keys)
-    with monkeypatch.context() as patch:
-        hang = Hang(patch)
-        try:
-            assert server.read(keys, seconds=10) == 0
-            assert hang.waiting and server.store["suspect"] and not server.store["is_healthy"]
-            # From now on nobody waits: eight requests in flight would be all that LMCache takes.
-            began = time.monotonic()
-            for number in range(16):
-                assert server.read(server.keys(f"other-{number}")) == 0
-            assert server.read(keys) == 0
-            assert time.monotonic() - began < 1.0 * 16
-            # L1 gives the same memory to others; the late reads must not reach it.
-            others = server.keys("others", 100)
-            made = server.manager.reserve_write(others, LAYOUT, "new")
-            for name, item in made.items():
-                fill(item, content(repr(name), item.get_size()))
-        finally:
-            hang.answer.set()
-        server.wait(lambda: not hang.waiting, "late reads are back")
-    server.wait(lambda: not server.store["suspect"], "the disk is trusted again")
+    with hanging_disk():
+        assert server.read(keys, seconds=10) == 0
+        assert server.store["suspect"] and not server.store["is_healthy"]
+        # From now on nobody waits: eight requests in flight would be all that LMCache takes.
+        began = time.monotonic()
+        for number in range(16):
+            assert server.read(server.keys(f"other-{number}")) == 0
+        assert server.read(keys) == 0
+        assert time.monotonic() - began < 1.0 * 16
+        # L1 gives the same memory to others; the late reads must not reach it.
+        others = server.keys("others", 100)
+        made = server.manager.reserve_write(others, LAYOUT, "new")
+        for name, item in made.items():
+            fill(item, content(repr(name), item.get_size()))
+        assert server.store["suspect"], "a read still hangs"
+    server.wait(lambda: not server.store["suspect"], "late reads are back, the disk is trusted again")
     assert len(made) > 50
     for name, item in made.items():
         assert bytes(item.byte_array) == content(repr(name), item.get_size())[: item.get_size()]

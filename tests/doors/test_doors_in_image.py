@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import trustme
 from tests import in_image
 from tests.certificates import certify, trust
+from tests.store.shim import environment
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
@@ -54,5 +55,7 @@ def certificates(folder: Path) -> None:
 )
 def test_the_adapter_in_the_image(image: str, disk: Path, name: str) -> None:
     certificates(disk / "certificates")
-    done = run(image, disk, f"/tests/{name}", env=("KVSTRATA_CERTIFICATES=/cache/certificates",))
+    faults = environment(disk, PurePosixPath("/cache/t"), PurePosixPath("/cache"))
+    env = {"KVSTRATA_CERTIFICATES": "/cache/certificates", **faults}
+    done = run(image, disk, f"/tests/{name}", env=tuple(f"{name}={value}" for name, value in env.items()))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -17,6 +17,7 @@ import pytest
 
 from kvstrata.store.store import BlockStore, Result
 from tests.store.filesystems import folder_on
+from tests.store.shim import environment
 from tests.store.stores import MIB, books_are_right, data, get, key, outcomes, put, settings, wait_for
 
 HERE = Path(__file__).parent
@@ -40,15 +41,7 @@ def ext4(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_a_disk_that_fails_or_hangs_on_command(tmp_path: Path) -> None:
     """Runs inside_faults.py with a shim between Python and the disk."""
-    library, faults = tmp_path / "faults.so", tmp_path / "faults"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "faults.c", "-ldl"], check=True)
-    faults.write_text("..")
-    env = {
-        **os.environ,
-        "LD_PRELOAD": str(library),
-        "KV_FAULTS": str(faults),
-        "KV_FAULT_ROOT": str(tmp_path / "inside"),
-    }
+    env = {**os.environ, **environment(tmp_path, tmp_path / "inside")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "inside_faults.py"]
     done = subprocess.run(
         [*command, f"--basetemp={tmp_path / 'inside'}"],
