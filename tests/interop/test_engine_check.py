@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.engine.process import ROOT, TOKENS, EngineProcess
+from tests.engine.process import READER, ROOT, TOKENS, EngineProcess
 from tests.interop.epistemic import TOKEN, EpistemicServer
 
 
@@ -137,3 +137,21 @@ def test_it_says_what_to_do_when_there_is_no_server_or_no_token(
     engine = engine_process(TOKENS_FILE=file)
     code, text = run(engine.url)
     assert (code, "refuses the token" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [(READER, "may only read"), ("0123456789abcdef-narrow", "another beginning"), ("0123456789abcdef-scrape", "403")],
+)
+def test_a_token_that_may_not_do_all_of_it_is_no_fault_of_the_server(
+    engine_process: Callable[..., EngineProcess], tmp_path: Path, token: str, why: str
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(
+        f"{TOKENS}narrow rw default p- 0123456789abcdef-narrow\nscrape metrics default 0123456789abcdef-scrape\n"
+    )
+    code, text = run(engine_process(TOKENS_FILE=file).url, token=token)
+    assert code == 2, text
+    assert "FAIL" not in text
+    assert why in text
+    assert "rw without a prefix" in text

@@ -100,11 +100,14 @@ class _Client:
 
 
 def check(url: str, token: str = "", ca: Path | None = None) -> Report:
-    """Run all steps. Raises CheckError where the server cannot be reached, or takes no such token."""
+    """Run all steps. Raises CheckError where the server cannot be reached, or the token may not do them."""
     report = Report(url)
     client = _Client(url, token, ca)
+    _stats(client, url)
+    steps = _Steps(client, report)
+    steps.may_begin()
     report.before = _stats(client, url)
-    _Steps(client, report).run(with_token=bool(token))
+    steps.run(with_token=bool(token))
     return report
 
 
@@ -115,6 +118,15 @@ class _Steps:
         self._key = f"kvstrata-check/{secrets.token_hex(8)}@1"
         self._path = f"/kv/{quote(self._key, safe='')}"
         self._value = os.urandom(_SIZE)
+
+    def may_begin(self) -> None:
+        """Raises CheckError where this token may not change the keys of the steps."""
+        try:
+            status, content, _ = self._client.ask("DELETE", self._path)
+        except (OSError, http.client.HTTPException):
+            return  # the steps will say so
+        if status == 403:
+            raise _forbidden(f"DELETE answered 403 {content[:200].decode(errors='replace')}")
 
     def run(self, *, with_token: bool) -> None:
         steps: list[tuple[str, Callable[[], str]]] = [
@@ -195,7 +207,7 @@ class _Steps:
                 # others may have deleted meanwhile, and a full server evicts
                 good = moved > 0 or after.get("evictions", 0) > before.get("evictions", 0)
                 (shown if good else still).append(f"{name} {moved:+d}")
-        _need(bool(shown), "the stats have none of the counters of this interface")
+        _need(bool(shown or still), "the stats have none of the counters of this interface")
         if before.get("backend") == "memory" and {"get_hits +0", "get_misses +0"} >= set(still) and still:
             return f"note: {', '.join(shown)}; its memory backend never counts gets"
         _need(not still, f"too little: {', '.join(still)}; as it should: {', '.join(shown)}")
@@ -213,6 +225,10 @@ class _Steps:
 def _need(good: bool, text: str) -> None:
     if not good:
         raise AssertionError(text)
+
+
+def _forbidden(found: str) -> CheckError:
+    return CheckError(found, "a token with the scope rw without a prefix", "give one by --token-file or KV_ENGINE_TOKEN")
 
 
 def _stats(client: _Client, url: str) -> dict[str, Any]:
@@ -233,6 +249,8 @@ def _stats(client: _Client, url: str) -> dict[str, Any]:
         raise CheckError(
             f"{url} refuses the token", "one that it knows", "give it by --token-file or in KV_ENGINE_TOKEN"
         )
+    if status == 403:
+        raise _forbidden("GET /kv/stats answered 403")
     try:
         data = json.loads(content)
     except ValueError:
