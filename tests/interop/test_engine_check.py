@@ -154,4 +154,4 @@ def test_a_token_that_may_not_do_all_of_it_is_no_fault_of_the_server(
     assert code == 2, text
     assert "FAIL" not in text
     assert why in text
-    assert "rw without a prefix" in text
+    assert "of scope rw without a prefix" in text

@@ -389,13 +389,13 @@ def test_calls_that_race_with_close_all_end(opened: Opened) -> None:
 def test_a_big_load_gets_more_time_than_the_setting_says(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a healthy disk looks hung when a long prompt comes back, and nothing hits for a while."""
     store, given = opened(load_deadline_s=10.0), list[float]()
-    real = store._batch
+    real = store._gate.admit
 
     def spy(keys: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float, kind: int | None) -> object:
         given.append(deadline_s)
         return real(keys, buffers, deadline_s, kind)
 
-    monkeypatch.setattr(store, "_batch", spy)
+    monkeypatch.setattr(store._gate, "admit", spy)
     big = memoryview(mmap.mmap(-1, 256 * MIB))
     store.get_into([key(1)], [big]).result(10)
     store.get_into([key(1)], [memoryview(bytearray(1))], deadline_s=3.0).result(10)

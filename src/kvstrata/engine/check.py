@@ -228,7 +228,7 @@ def _need(good: bool, text: str) -> None:
 
 
 def _forbidden(found: str) -> CheckError:
-    return CheckError(found, "a token with the scope rw without a prefix", "give one by --token-file or KV_ENGINE_TOKEN")
+    return CheckError(found, "a token of scope rw without a prefix", "give one by --token-file or KV_ENGINE_TOKEN")
 
 
 def _stats(client: _Client, url: str) -> dict[str, Any]:

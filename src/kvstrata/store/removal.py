@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvstrata.store.deadline import Batch, Outcome, Result
 from kvstrata.store.events import Events
 from kvstrata.store.index import Index, Victim
 from kvstrata.store.settings import CLASSES
@@ -55,6 +56,23 @@ class Remover:
                 self._index.stays([victim], young=True)
         self._announce(gone)
         return gone
+
+    def delete(self, batch: Batch) -> None:
+        """Remove a batch's blocks, those that nobody holds and whose class is not `pin`, and settle its keys."""
+        batch.enter()
+        try:
+            victims = {victim.entry: victim for victim in self._index.take(batch.entries)}
+            gone = {victim.entry for victim in self.remove(list(victims.values()))}
+            left = self._index.contains(batch.entries)
+            for at, entry in enumerate(batch.entries):
+                if entry in gone:
+                    batch.settle(at, Result(Outcome.DELETED, nbytes=victims[entry].nbytes))
+                elif entry in victims:
+                    batch.settle(at, Result(Outcome.ERROR, "not_removed"))
+                else:
+                    batch.settle(at, Result(Outcome.MISS, "pinned" if left[at] else ""))
+        finally:
+            batch.leave()
 
     def forget(self, victims: Sequence[Victim]) -> None:
         """Their files were found to be gone already."""

@@ -12,12 +12,12 @@ from functools import partial
 from kvstrata.store.blockfile import BlockIO
 from kvstrata.store.capacity import Capacity, Device
 from kvstrata.store.codecs import CodecError
-from kvstrata.store.deadline import Batch, Outcome, Result, Watch
+from kvstrata.store.deadline import Outcome, Result
 from kvstrata.store.direct import Direct, PinnedBlock
 from kvstrata.store.entries import Entries
 from kvstrata.store.errors import StoreError
 from kvstrata.store.events import Events, NoEvents
-from kvstrata.store.health import Health
+from kvstrata.store.gate import Gate
 from kvstrata.store.incoming import Incoming
 from kvstrata.store.index import Index
 from kvstrata.store.keeper import Keeper
@@ -33,7 +33,6 @@ from kvstrata.store.scan import scan_root
 from kvstrata.store.settings import StoreSettings
 from kvstrata.store.stores import Storer
 from kvstrata.store.strikes import Strikes
-from kvstrata.store.stuck import Stuck
 from kvstrata.store.surroundings import Surroundings
 
 __all__ = ["BlockInfo", "BlockStore", "Outcome", "Result", "StoreError", "Usage"]
@@ -74,17 +73,15 @@ class BlockStore:
         self._remover = Remover(root.path, self._index, around, events)
         self._capacity = Capacity(settings, self._index, device, self._remover)
         self._keeper = Keeper(root, self._index, self._clock, device, self._remover, around)
-        self._health = Health(root.path)
+        self._gate = Gate(root.path, settings, self._names, events)
         self._pool = Pool(settings.worker_count)
-        self._watch = Watch(self._late)
         strikes = Strikes(self._index, self._remover)
         publisher = Publisher(root, self._index, self._capacity, around, self._keeper)
         self._loader = Loader(io, self._index, self._remover, strikes, self._keeper, self._pool, settings.worker_count)
         self._storer = Storer(io, self._index, self._capacity, publisher, self._keeper, self._pool)
-        self._reads, self._writes = Stuck(settings.load_deadline_s), Stuck(settings.store_deadline_s)
         self._direct = Direct(
-            root, io, self._index, self._capacity, publisher, self._keeper, self._remover, strikes, self._reads,
-            self._writes,
+            root, io, self._index, self._capacity, publisher, self._keeper, self._remover, strikes, self._gate.reads,
+            self._gate.writes,
         )  # fmt: skip
         self._closed = False
 
@@ -148,13 +145,13 @@ class BlockStore:
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks are there; none while the disk is suspect."""
-        if self._closed or self._suspect:
+        if self._gate.no_loads:
             return [False] * len(keys)
         return self._index.contains([self._names.known(key) for key in keys])
 
     def contains_and_pin(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks are there; those get one more holder each, and stay until `unpin` (or until found corrupt)."""
-        if self._closed or self._suspect:
+        if self._gate.no_loads:
             return [False] * len(keys)
         return self._index.hold([self._names.known(key) for key in keys])
 
@@ -177,7 +174,7 @@ class BlockStore:
             blocks=counts.blocks,
             by_namespace=self._index.by_names(),
             free_on_device=self._keeper.free_on_device,
-            suspect=self._suspect,
+            suspect=self._gate.suspect,
         )
 
     def scan(self, after: str | None = None, limit: int | None = None) -> Iterator[BlockInfo]:
@@ -202,10 +199,11 @@ class BlockStore:
         """
         if not 1 <= itemsize <= 255:
             raise ValueError(f"found: item size {itemsize}; needed: 1 to 255")
-        batch = self._batch(keys, buffers, self._settings.store_deadline_s if deadline_s is None else deadline_s, STORE)
-        if self._refused(batch, suspect=self._health.puts_suspect):
-            return batch.future
-        self._storer.start(batch, itemsize)
+        if deadline_s is None:
+            deadline_s = self._settings.store_deadline_s
+        batch = self._gate.admit(keys, buffers, deadline_s, STORE)
+        if not batch.future.done():
+            self._storer.start(batch, itemsize)
         return batch.future
 
     def get_into(
@@ -219,8 +217,8 @@ class BlockStore:
             raise ValueError("found: a read-only buffer; needed: writable ones")
         if deadline_s is None:
             deadline_s = self._settings.load_deadline_s + sum(map(len, buffers)) / _SLOWEST_USEFUL
-        batch = self._batch(keys, buffers, deadline_s, LOAD)
-        if self._refused(batch, suspect=self._health.suspect):
+        batch = self._gate.admit(keys, buffers, deadline_s, LOAD)
+        if batch.future.done():
             return batch.future
         there = self._index.hold(batch.entries)
         self._loader.start(batch, [at for at, is_there in enumerate(there) if is_there])
@@ -233,19 +231,17 @@ class BlockStore:
         """put, of one block and in the caller's thread, which waits for the disk. After STORED and PRESENT the block
         has one more holder: `unpin`.
         """
-        if self._closed or self._puts_suspect:
-            return Result(Outcome.ERROR, "closed" if self._closed else "suspect")
+        if reason := self._gate.no_puts:
+            return Result(Outcome.ERROR, reason)
         return self._direct.put(key, source, self._settings.store_deadline_s if deadline_s is None else deadline_s)
 
     def begin_put(self, size: int, salt: str, namespace: str, deadline_s: float) -> Incoming | str:
         """Room for a block whose bytes come in, in the caller's thread; else the reason. OSError."""
-        if self._closed or self._puts_suspect:
-            return "closed" if self._closed else "suspect"
-        return self._direct.begin(size, len(namespace) + len(salt), deadline_s)
+        return self._gate.no_puts or self._direct.begin(size, len(namespace) + len(salt), deadline_s)
 
     def open_pinned(self, key: BlockKey) -> PinnedBlock | None:
         """A block to read in the caller's thread, piece by piece; None: a miss."""
-        return None if self._closed or self._suspect else self._direct.open(key)
+        return None if self._gate.no_loads else self._direct.open(key)
 
     def open_leaving(self, key: BlockKey) -> PinnedBlock | None:
         """During `Events.on_evicting`, one of its blocks; None: it cannot be read."""
@@ -264,9 +260,9 @@ class BlockStore:
 
     def delete(self, keys: Sequence[BlockKey]) -> Future[list[Result]]:
         """Remove blocks: DELETED, MISS (reason "pinned": somebody holds it, or its class is `pin`), ERROR, EXPIRED."""
-        batch = self._batch(keys, (), self._settings.store_deadline_s, None)
-        if not self._refused(batch, suspect=self._health.puts_suspect):
-            self._pool.submit(STORE, [partial(self._delete, batch)])
+        batch = self._gate.admit(keys, (), self._settings.store_deadline_s, None)
+        if not batch.future.done():
+            self._pool.submit(STORE, [partial(self._remover.delete, batch)])
         return batch.future
 
     def evict(self, nbytes: int) -> int:
@@ -281,72 +277,11 @@ class BlockStore:
             return
         self._closed = True
         end = time.monotonic() + timeout_s
-        self._watch.drain(timeout_s / 2)
-        for batch in self._watch.waiting():
-            batch.expire(Outcome.EXPIRED, "closed")
-        self._health.stop()
+        self._gate.close(timeout_s / 2)
         self._capacity.stop(max(0.1, (end - time.monotonic()) / 3))
         good = self._pool.stop(max(0.1, (end - time.monotonic()) / 2))
         good = self._keeper.stop(max(0.1, end - time.monotonic())) and good
-        self._watch.stop(1.0)
+        self._gate.stop()
         if not good:
             log.warning("block store: closed while %s did not answer", self._root.path)
         self._root.close()
-
-    # -- inside
-
-    @property
-    def _suspect(self) -> bool:
-        return self._health.suspect or bool(self._reads)
-
-    @property
-    def _puts_suspect(self) -> bool:
-        return self._health.puts_suspect or bool(self._reads) or bool(self._writes)
-
-    def _batch(
-        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float, kind: int | None
-    ) -> Batch:
-        if kind is not None and len(keys) != len(buffers):
-            raise ValueError(f"found: {len(keys)} keys and {len(buffers)} buffers; needed: one buffer a key")
-        if not all(buffer.c_contiguous for buffer in buffers):
-            raise ValueError("found: a buffer with gaps; needed: contiguous ones")
-        plain = [buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B") for buffer in buffers]
-        entry_of = self._names.entry if kind == STORE else self._names.known
-        return Batch(list(keys), [entry_of(key) for key in keys], plain, deadline_s, kind, self._tell)
-
-    def _refused(self, batch: Batch, *, suspect: bool) -> bool:
-        # Watched before the question: a close() in between either sees it there or is seen here.
-        self._watch.add(batch)
-        if self._closed or suspect or not batch.keys:
-            batch.expire(Outcome.ERROR, "closed" if self._closed else "suspect")
-            return True
-        return False
-
-    def _tell(self, kind: int | None, nbytes: int, seconds: float, result: Result) -> None:
-        if kind == LOAD:
-            self._events.on_load(nbytes, seconds, result.outcome, result.reason)
-        elif kind == STORE:
-            self._events.on_store(nbytes, seconds, result.outcome, result.reason)
-
-    def _late(self, batch: Batch) -> None:
-        if batch.future.done():
-            return
-        # Suspect first: who sees the EXPIRED result must not be promised the same block again.
-        self._health.late(LOAD if batch.kind == LOAD else STORE, batch)
-        batch.expire(Outcome.EXPIRED, "deadline")
-
-    def _delete(self, batch: Batch) -> None:
-        batch.enter()
-        try:
-            victims = {victim.entry: victim for victim in self._index.take(batch.entries)}
-            gone = {victim.entry for victim in self._remover.remove(list(victims.values()))}
-            left = self._index.contains(batch.entries)
-            for at, entry in enumerate(batch.entries):
-                if entry in gone:
-                    batch.settle(at, Result(Outcome.DELETED, nbytes=victims[entry].nbytes))
-                elif entry in victims:
-                    batch.settle(at, Result(Outcome.ERROR, "not_removed"))
-                else:
-                    batch.settle(at, Result(Outcome.MISS, "pinned" if left[at] else ""))
-        finally:
-            batch.leave()
