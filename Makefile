@@ -47,7 +47,7 @@ size: ## Disk space of a model's KV cache (ARGS="--model DIR --tokens N", --comm
 report: ## One HTML page with plots of the last hours (ARGS="--hours 24"); needs KV_OBSERVABILITY=1
 	@$(KV) report $(ARGS)
 
-observe: ## Every name and panel against the running Prometheus (ARGS=check, scenario, silence, cost)
+observe: ## Every name and panel against the running Prometheus (ARGS=check, panel, scenario, silence, cost)
 	@$(KV) observe $(ARGS)
 
 rollback: ## Back to the plain vLLM; the cache on disk stays for the next `make up`

@@ -101,7 +101,7 @@ def status_(as_json: Json = False) -> None:
 
 @app.command()
 def logs(
-    service: Annotated[str, typer.Argument(help="vllm, lmcache, proxy or engine; all when left out.")] = "",
+    service: Annotated[str, typer.Argument(help="A service, such as vllm (make status); else all.")] = "",
     tail: Annotated[int, typer.Option(help="Lines of each service.")] = 100,
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:

@@ -20,11 +20,13 @@ from tests.observability.watched import watched  # noqa: F401 - a fixture
 
 _CONFIG = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
-rule_files: [{rules}]
+rule_files: [{rules}, {quick}]
 scrape_configs:
   - job_name: lmcache-store
     static_configs: [{{targets: ["{address}"], labels: {{host: here}}}}]
 """
+#: An alert that comes and goes with a metric of the target.
+_QUICK = "groups: [{name: quick, rules: [{alert: NoBlocks, expr: absent(kvstrata_store_blocks)}]}]"
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,7 +51,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("prometheus")
     target = Target(all_metrics())
     config = folder / "prometheus.yml"
-    config.write_text(_CONFIG.format(rules=ROOT / "observability/prometheus/rules/*.yaml", address=target.address))
+    quick, rules = folder / "quick.yml", ROOT / "observability/prometheus/rules/*.yaml"
+    quick.write_text(_QUICK)
+    config.write_text(_CONFIG.format(rules=rules, quick=quick, address=target.address))
     port = _free_port()
     server = subprocess.Popen(
         [

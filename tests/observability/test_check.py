@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from kvstrata.deploy.errors import KvError
-from kvstrata.observe import check, promql, report, sources
+from kvstrata.observe import check, panel, promql, report, sources
 from kvstrata.observe.catalog import Needs, find
 from kvstrata.observe.prometheus import Prometheus
 from tests.observability.conftest import Running
@@ -69,3 +70,56 @@ def test_an_address_without_a_prometheus_is_refused_with_what_to_do() -> None:
     with pytest.raises(KvError) as refused:
         report.make(Prometheus("http://127.0.0.1:9"), 1, "x")
     assert "make status" in refused.value.fix
+
+
+def test_a_panel_can_be_looked_at_without_grafana(running: Running) -> None:
+    for query in sources.panels(ROOT):
+        said = list(panel.show(running.prometheus, ROOT, query.panel, 2))
+        assert f"{query.panel} ({query.dashboard})" in said
+        assert all(line in " ".join(said) for line in query.about.splitlines())
+        if query.language == "promql":
+            assert any(line.startswith("  = ") and "nothing" not in line for line in said), said
+    text = "\n".join(panel.show(running.prometheus, ROOT, "hit rate BY MODEL", 2))
+    assert re.search(r"= +\d+ %  \S", text), text
+    with pytest.raises(KvError, match="Hit rate by model") as refused:
+        list(panel.show(running.prometheus, ROOT, "hitrate by modell", 2))
+    assert "make observe" in refused.value.fix
+
+
+def test_the_report_of_a_young_stack_begins_with_its_figures(running: Running) -> None:
+    def begins(hours: float) -> float:
+        page = report.make(running.prometheus, hours, "x")
+        found = re.search(r"<p>(\d{4}-\d\d-\d\d \d\d:\d\d) to", page)
+        assert found
+        return time.mktime(time.strptime(found[1], "%Y-%m-%d %H:%M"))
+
+    assert begins(0.1) < begins(0.05)
+    assert begins(24) >= time.time() - 3600, "this Prometheus is minutes old"
+
+
+def test_the_report_tells_what_was_known_before_a_target_went_away(running: Running) -> None:
+    gone = {metric.name for metric in running.target.metrics if metric.name.startswith("kvstrata_proof_")}
+    running.target.without(*gone)
+    try:
+        running.scrapes(4)
+        assert running.prometheus.instant("kvstrata_proof_passed") == []
+        page = report.make(running.prometheus, 0.1, "x")
+    finally:
+        running.target.without()
+    assert "none yet" not in page
+    assert "nothing was measured" not in page
+
+
+def test_the_report_says_at_once_what_fires_now(running: Running) -> None:
+    row = r"<tr( class=bad)?><td>NoBlocks</td><td>[^<]+</td><td>(fires now)?</td>"
+    assert not re.search(row, report.make(running.prometheus, 0.1, "x"))
+    running.target.without("kvstrata_store_blocks")
+    try:
+        running.scrapes(3)
+        found = re.search(row, report.make(running.prometheus, 6, "x"))
+    finally:
+        running.target.without()
+    assert found and found[2]
+    running.scrapes(3)
+    found = re.search(row, report.make(running.prometheus, 0.1, "x"))
+    assert found is None or not found[2]

@@ -76,10 +76,19 @@ def test_the_printed_command_is_the_one_that_runs(fake: Fake, tmp_path: Path) ->
 def test_logs_to_a_file_are_plain_text(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compose = fake('echo "$@" >> calls; printf "\\033[2K\\033[36mvllm  |\\033[0m ready\\n"')
+    compose = fake(
+        'echo "$@" >> calls; [ "$1" = config ] && echo vllm || printf "\\033[2K\\033[36mvllm  |\\033[0m ready\\n"'
+    )
     compose.show_logs("vllm", tail=5)
     assert capsys.readouterr().out == "vllm  | ready\n"
     assert "--no-color" in (tmp_path / "calls").read_text()
+
+
+def test_logs_of_a_service_that_is_none_are_refused_with_those_that_are(fake: Fake) -> None:
+    compose = fake('[ "$1" = config ] && printf "vllm\\nnode-exporter\\n"')
+    with pytest.raises(KvError) as refused:
+        compose.show_logs("node")
+    assert "node-exporter, vllm" in refused.value.needed
 
 
 def test_down_says_what_went_and_what_stays(

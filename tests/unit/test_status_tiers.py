@@ -15,4 +15,5 @@ def test_the_block_store_says_how_full_it_is_which_reader_it_uses_and_what_is_wr
     assert line() == "3.00 GiB of 8.00 GiB, 12 blocks"
     assert line(reader="native") == "3.00 GiB of 8.00 GiB, 12 blocks, native reader"
     assert "python reader, 2 found corrupt" in line(reader="python", corrupt=2)
+    assert line(store_failing="eacces").endswith(", NOTHING IS STORED: eacces")
     assert line(suspect=True).endswith("DISK DOES NOT ANSWER: computing instead")

@@ -125,7 +125,12 @@ class Compose:
         return _ESCAPES.sub("", text)  # Compose before 5 clears the line even where there is no terminal
 
     def show_logs(self, service: str = "", tail: int | None = None, follow: bool = False) -> None:
-        """Logs straight to the terminal, or as plain text to a file or pipe; with `follow` until Ctrl-C."""
+        """Logs straight to the terminal, or as plain text to a file or pipe; with `follow` until Ctrl-C.
+
+        Raises KvError for a service that the stack does not have.
+        """
+        if service and service not in (names := self.services()):
+            raise KvError(f"no service {service!r}", f"one of {', '.join(sorted(names))}", "make logs ARGS=SERVICE")
         args = ["logs", *_tail(tail), *(["--follow"] if follow else []), *([service] if service else [])]
         with contextlib.suppress(KeyboardInterrupt):
             if sys.stdout.isatty():

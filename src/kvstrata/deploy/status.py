@@ -149,6 +149,11 @@ def collect(settings: Settings, root: Path) -> Status:
         problems.append(f"L2: found: {_address(settings)} does not answer lmcache; needed: an engine that serves")
     if tiers.l2_suspect:
         problems.append(f"L2: found: the disk of {settings.cache_dir} does not answer; needed: reads that end (dmesg)")
+    if tiers.l2_failing and not tiers.l2_suspect:
+        problems.append(
+            f"L2: found: the last store to {settings.cache_dir} failed ({tiers.l2_failing}); needed: a disk that takes "
+            "blocks (docs/runbooks/l2-stores-fail.md)"
+        )
     watched = look(settings)
     problems += watched.problems
     return Status(

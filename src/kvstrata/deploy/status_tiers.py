@@ -26,10 +26,12 @@ class Tiers:
     """Bytes in the cache folder, whoever put them there."""
     l2_used: int | None = None
     l2_total: int | None = None
-    """The store's own figures, as the next four; None for an L2 that is not the block store."""
+    """The store's own figures, as the next five; None for an L2 that is not the block store."""
     l2_objects: int | None = None
     l2_corrupt: int | None = None
     l2_suspect: bool | None = None
+    l2_failing: str | None = None
+    """Why the last store wrote nothing; empty when it did."""
     l2_reader: str | None = None
     l2_path: str = ""
     """path-a or path-b where a KV engine or a Redis holds the blocks."""
@@ -63,6 +65,7 @@ def tiers_of(
         l2_objects=store.get("blocks"),
         l2_corrupt=store.get("corrupt"),
         l2_suspect=store.get("suspect"),
+        l2_failing=store.get("store_failing"),
         l2_reader=store.get("reader"),
         l2_path=path,
         l2_down=lmcache.sum("kvstrata_remote_down") > 0,
@@ -83,6 +86,8 @@ def l2_line(tiers: Tiers) -> str:
         text += f", {tiers.l2_reader} reader"
     if tiers.l2_corrupt:
         text += f", {tiers.l2_corrupt} found corrupt and removed since lmcache started"
+    if tiers.l2_failing:
+        text += f", NOTHING IS STORED: {tiers.l2_failing}"
     return text + (", DISK DOES NOT ANSWER: computing instead" if tiers.l2_suspect else "")
 
 

@@ -16,6 +16,7 @@ from kvstrata.deploy.errors import KvError
 from kvstrata.deploy.settings import Settings
 from kvstrata.observe import check as contract
 from kvstrata.observe import metrics_page, report, traces
+from kvstrata.observe import panel as one
 from kvstrata.observe.prometheus import Prometheus
 
 __all__ = ["make_app", "make_report"]
@@ -53,6 +54,16 @@ def make_app(settings: Callable[[], Settings], root: Callable[[], Path]) -> type
         if still:
             typer.echo(f"found: {found.changing:.0%} of the panels changed; needed: {_LEAST_CHANGING:.0%}")
         raise typer.Exit(1 if found.gaps or still else 0)
+
+    @app.command("panel")
+    def panel(
+        title: Annotated[str, typer.Argument(help="Words of its title.")],
+        minutes: Annotated[float, typer.Option(min=2, help="For panels that add up: how far back.")] = 60,
+        prometheus: Url = "",
+    ) -> None:
+        """A dashboard's panel in the terminal: what each of its queries gives now."""
+        for line in one.show(Prometheus(prometheus or settings().prometheus_url), root(), title, minutes):
+            typer.echo(line)
 
     @app.command("scenario")
     def scenario() -> None:

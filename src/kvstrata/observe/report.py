@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from kvstrata.observe import promql, svg
 from kvstrata.observe.dashboards.panels import growth, quantile, rate, ratio
 from kvstrata.observe.prometheus import Prometheus
-from kvstrata.observe.report_page import Figure, Page, Plot
+from kvstrata.observe.report_page import Alert, Figure, Page, Plot
 
 __all__ = ["make"]
 
 _POINTS = 240
 _SCRAPE_S = 15
 _LEAST_RATE_S = 120
+#: A page shows ten minutes at least, and looks at an alert so often.
+_SHORTEST_S = 600
+_ALERT_STEPS = 2000
 #: Phases of the proof (kvstrata.proof.verify) that compare: what a person calls them, and the colour of their tier.
 _PHASES = {
     "cold": ("cold, computed", 5),
@@ -86,7 +89,7 @@ _CHURN = (
 def make(prometheus: Prometheus, hours: float, title: str) -> str:
     """The page's HTML. Raises KvError when Prometheus does not answer."""
     end = time.time()
-    ask = _Asker(prometheus, end - hours * 3600, end)
+    ask = _Asker(prometheus, _begin(prometheus, end - hours * 3600, end), end)
     page = Page(title, ask.start, ask.end, _figures(ask), _plots(ask), _alerts(ask))
     return page.html()
 
@@ -124,7 +127,9 @@ def _figures(ask: _Asker) -> list[Figure]:
     cost = ratio(
         growth("vllm:request_prefill_time_seconds_sum", ""), growth("vllm:request_prefill_kv_computed_tokens_sum", "")
     )
-    passed, when = ask.one("min(kvstrata_proof_passed)"), ask.one("max(kvstrata_proof_timestamp_seconds)")
+    # The last of the shown time: who tells of it may be away just now.
+    passed = ask.one("min(last_over_time(kvstrata_proof_passed[$__range]))")
+    when = ask.one("max(last_over_time(kvstrata_proof_timestamp_seconds[$__range]))")
     proof = "none yet" if passed is None or when is None else "passed" if passed else "FAILED"
     seconds = max(ask.end - (when or 0), 0)
     age = "" if when is None else f"{seconds / 3600:.0f} h ago" if seconds > 7200 else f"{svg.human(seconds, 's')} ago"
@@ -150,7 +155,7 @@ def _plots(ask: _Asker) -> list[Plot]:
         drawn = svg.lines(found, ask.start, ask.end, unit, top=top) if found else ""
         return Plot(title, says, drawn, [(line.name, line.color) for line in found])
 
-    times = ask.by("max by (phase) (kvstrata_proof_ttft_seconds)", "phase")
+    times = ask.by("max by (phase) (last_over_time(kvstrata_proof_ttft_seconds[$__range]))", "phase")
     rows = [(name, times[phase], color) for phase, (name, color) in _PHASES.items() if phase in times]
     return [
         over("Hit rate by tier", "Of what each tier was asked for. The tiers overlap.", _hit_rates(), "percent", 1.0),
@@ -165,7 +170,19 @@ def _plots(ask: _Asker) -> list[Plot]:
     ]  # fmt: skip
 
 
-def _alerts(ask: _Asker) -> list[tuple[str, str]]:
-    """(alert, how long it fired) within the shown time, longest first."""
-    found = ask.by('sum by (alertname) (sum_over_time(ALERTS{alertstate="firing"}[$__range:1m]))', "alertname")
-    return [(name, svg.human(count * 60, "s")) for name, count in sorted(found.items(), key=lambda row: -row[1])]
+def _begin(prometheus: Prometheus, start: float, end: float) -> float:
+    """`start`, or when Prometheus' figures begin, if that is later: a page of a young stack is not all margin."""
+    seconds = int(end - start)
+    found = prometheus.instant(f"min(min_over_time(timestamp(up)[{seconds}s:{max(seconds // _POINTS, 10)}s]))")
+    first = next((value for series in found for _, value in series.points), end)
+    return max(start, min(first, end - _SHORTEST_S))
+
+
+def _alerts(ask: _Asker) -> list[Alert]:
+    """Alerts that fired within the shown time, those that fire now first, then the longest."""
+    step = max(int((ask.end - ask.start) / _ALERT_STEPS), _SCRAPE_S)
+    text = f'sum by (alertname) (count_over_time(ALERTS{{alertstate="firing"}}[$__range:{step}s]))'
+    now = ask.by('count by (alertname) (ALERTS{alertstate="firing"})', "alertname")
+    steps = dict.fromkeys(now, 1.0) | ask.by(text, "alertname")
+    found = [Alert(name, svg.human(count * step, "s"), name in now) for name, count in steps.items()]
+    return sorted(found, key=lambda alert: (not alert.now, -steps[alert.name], alert.name))

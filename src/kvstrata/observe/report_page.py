@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Figure", "Page", "Plot"]
+__all__ = ["Alert", "Figure", "Page", "Plot"]
 
 _STYLE = """
 :root { --ink: #1c2330; --dim: #667085; --paper: #f6f7f9; --card: #ffffff; --rule: #e4e7ec; --bad: #c4320a;
@@ -65,13 +65,22 @@ class Plot:
 
 
 @dataclass(frozen=True)
+class Alert:
+    """What fired, for how long in all, and whether it does still."""
+
+    name: str
+    span: str
+    now: bool
+
+
+@dataclass(frozen=True)
 class Page:
     title: str
     start: float
     end: float
     figures: Sequence[Figure]
     plots: Sequence[Plot]
-    alerts: Sequence[tuple[str, str]]
+    alerts: Sequence[Alert]
 
     def html(self) -> str:
         """The whole file."""
@@ -89,7 +98,11 @@ class Page:
     def _alerts(self) -> str:
         if not self.alerts:
             return '<section class="card"><h2>Alerts</h2><p>None fired in this time.</p></section>'
-        rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(span)}</td></tr>" for name, span in self.alerts)
+        rows = "".join(
+            f"<tr{' class=bad' if one.now else ''}><td>{escape(one.name)}</td><td>{escape(one.span)}</td>"
+            f"<td>{'fires now' if one.now else ''}</td></tr>"
+            for one in self.alerts
+        )
         return (
             '<section class="card"><h2>Alerts</h2><p>What fired, and how long. docs/runbooks has a page for each.</p>'
             f"<table>{rows}</table></section>"

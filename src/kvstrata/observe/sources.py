@@ -24,13 +24,16 @@ _LABEL_VALUES = re.compile(r"label_values\((.+),\s*\w+\)$")
 
 @dataclass(frozen=True)
 class PanelQuery:
-    """One query of one panel. `language`: promql or traceql."""
+    """One query of one panel. `language`: promql or traceql; `about`: the panel's description; `unit`: Grafana's."""
 
     dashboard: str
     panel: str
     expr: str
     language: str = "promql"
     instant: bool = False
+    legend: str = ""
+    unit: str = ""
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,11 @@ def panels(root: Path) -> Iterator[PanelQuery]:
             for target in panel.get("targets", ()):
                 language = "traceql" if target["datasource"]["type"] == "tempo" else "promql"
                 text = target["query"] if language == "traceql" else target["expr"]
-                yield PanelQuery(board["uid"], panel["title"], text, language, bool(target.get("instant")))
+                yield PanelQuery(
+                    board["uid"], panel["title"], text, language, bool(target.get("instant")),
+                    legend=target.get("legendFormat", ""), about=panel.get("description", ""),
+                    unit=panel.get("fieldConfig", {}).get("defaults", {}).get("unit", ""),
+                )  # fmt: skip
 
 
 def alert_rules(root: Path) -> Iterator[dict[str, Any]]:

@@ -43,6 +43,7 @@ class StoreMetrics:
         self._usage: Callable[[], Usage] | None = None
         self._tally: Tally[str] = Tally()
         self._tally_lock = threading.Lock()
+        self._failing = ""
         own = self._own = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -115,11 +116,16 @@ class StoreMetrics:
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)
 
     def totals(self) -> Mapping[str, Any]:
-        """Counts since start for a status page: loads, stores, evictions, and corrupt blocks by reason."""
+        """Counts since start for a status page: loads, stores, evictions, and corrupt blocks by reason.
+
+        `store_failing`: why the last store wrote nothing; empty if it did, or had no need to.
+        """
         with self._tally_lock:
             corrupt = {k.removeprefix("corrupt:"): n for k, n in self._tally.items() if k.startswith("corrupt:")}
             names = ("hits", "misses", "stores", "store_failures", "evictions")
-            return {**{n: self._tally[n] for n in names}, "corrupt": sum(corrupt.values()), "corrupt_reasons": corrupt}
+            counts = {n: self._tally[n] for n in names}
+            failing = self._failing
+        return {**counts, "store_failing": failing, "corrupt": sum(corrupt.values()), "corrupt_reasons": corrupt}
 
     def _count(self, name: str, amount: int = 1) -> None:
         with self._tally_lock:
@@ -148,6 +154,7 @@ class StoreMetrics:
 
     def on_store(self, nbytes: int, seconds: float, outcome: str, reason: str) -> None:
         self._store_s.observe(seconds)
+        self._failing = "" if outcome in ("stored", "present") else reason or outcome
         if outcome == "stored":
             self._stores.inc()
             self._stored.inc(nbytes)
