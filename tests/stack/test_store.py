@@ -335,6 +335,8 @@ def test_a_full_disk_serves_what_it_has_and_needs_no_restart(stack: Stack, disk:
         first = stack.ask(new)
         assert first.status == 200
         wait_until(lambda: stack.metric("kvstrata_store_store_failures_total") > failures, 60, "counted")
+        said = stack.cli("status")
+        assert said.returncode == 1 and "NOTHING IS STORED: " in said.stdout, said.stdout
         drop_l1(stack, kept)
         warm = stack.ask(kept)
         assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens)
@@ -344,6 +346,7 @@ def test_a_full_disk_serves_what_it_has_and_needs_no_restart(stack: Stack, disk:
         assert warm.text == cold.text and warm.lmcache == chunks(cold.prompt_tokens), "after a start on a full disk"
     later = prompt("later", 900)
     stored = stack.store(later)
+    assert "NOTHING IS STORED" not in stack.cli("status").stdout
     drop_l1(stack, later)
     warm = stack.ask(later)
     assert warm.text == stored.text and warm.lmcache == chunks(stored.prompt_tokens)

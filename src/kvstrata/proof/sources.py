@@ -123,6 +123,13 @@ def stores_idle(lmcache: LmcacheClient) -> tuple[bool, str]:
     return not any(reading.values()), ", ".join(f"{value} {name}" for name, value in reading.items())
 
 
+def _failing(lmcache: LmcacheClient) -> str:
+    """What the block store says of its last store, if that wrote nothing: LMCache counts it as completed."""
+    adapters = lmcache.status().get("storage_manager", {}).get("l2_adapters", ())
+    reasons = [str(adapter["store_failing"]) for adapter in adapters if adapter.get("store_failing")]
+    return f", the last store to L2 failed: {reasons[0]} (docs/runbooks/l2-stores-fail.md)" if reasons else ""
+
+
 def wait_for_stores(
     lmcache: LmcacheClient, chunks: int, count: Callable[[], int | None] | None, deadline_s: float = 120.0
 ) -> None:
@@ -148,8 +155,9 @@ def wait_for_stores(
                 return
         if now > deadline:
             have = "an unknown number of" if stored is None else str(stored)
+            why = _failing(lmcache)
             raise StoresStuck(
-                f"stores not finished after {deadline_s:.0f} s: found {have} blocks stored, {reading}; "
+                f"stores not finished after {deadline_s:.0f} s: found {have} blocks stored, {reading}{why}; "
                 f"needed {chunks} blocks and an idle pipeline"
             )
         time.sleep(_QUIET_S / 2)
