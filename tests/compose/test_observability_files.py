@@ -119,6 +119,14 @@ def test_datasources_have_the_uids_of_the_dashboards_and_point_at_services(
     assert sum(bool(source.get("isDefault")) for source in sources) == 1
 
 
+def test_grafana_begins_with_a_dashboard_that_is_there(compose: Version, checkout: Checkout) -> None:
+    grafana = compose.config(checkout(stack()))["services"]["grafana"]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    mounts = {Path(mount["target"]): mount["source"] for mount in grafana["volumes"]}
+    assert mounts[home.parent].endswith("grafana/dashboards")
+    assert (FOLDER / "grafana/dashboards" / home.name).is_file()
+
+
 def test_grafana_has_a_password_file_and_anonymous_eyes_only_behind_a_knob(
     compose: Version, checkout: Checkout
 ) -> None:

@@ -182,3 +182,11 @@ def test_a_line_is_cut_where_samples_are_missing() -> None:
 def test_an_axis_of_bytes_has_round_figures() -> None:
     drawn = svg.lines([svg.Line("x", [(0, 0.0), (10, 9.2 * 2**30)])], 0, 10, "bytes")
     assert ">10 GiB<" in drawn
+
+
+def test_every_panel_that_docs_tell_to_look_at_is_there() -> None:
+    titles = {query.panel for query in sources.panels(ROOT)}
+    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
+    told = {(path.name, title) for path, text in pages.items() for title in re.findall(r"\"panel '([^']+)'\"", text)}
+    assert len(told) > 10
+    assert {(page, title) for page, title in told if title not in {*titles, "TITLE"}} == set()
