@@ -19,6 +19,11 @@ _LEAST_RATE_S = 120
 #: A page shows ten minutes at least, and looks at an alert so often.
 _SHORTEST_S = 600
 _ALERT_STEPS = 2000
+#: What the block store, the KV engine and path A found damaged.
+_CORRUPT = (
+    growth("kvstrata_store_corrupt_total", ""), growth("kvstrata_engine_corrupt_total", ""),
+    growth("kvstrata_remote_blocks_total", '{outcome="corrupt"}'),
+)  # fmt: skip
 #: Phases of the proof (kvstrata.proof.verify) that compare: what a person calls them, and the colour of their tier.
 _PHASES = {
     "cold": ("cold, computed", 5),
@@ -133,7 +138,8 @@ def _figures(ask: _Asker) -> list[Figure]:
     proof = "none yet" if passed is None or when is None else "passed" if passed else "FAILED"
     seconds = max(ask.end - (when or 0), 0)
     age = "" if when is None else f"{seconds / 3600:.0f} h ago" if seconds > 7200 else f"{svg.human(seconds, 's')} ago"
-    corrupt = ask.one(growth("kvstrata_store_corrupt_total", ""))
+    found = [value for query in _CORRUPT if (value := ask.one(query)) is not None]
+    corrupt = sum(found) if found else None
     share = ask.one(ratio(cached, growth("vllm:prompt_tokens_total", "")))
     return [
         Figure("Prompt tokens from cache", _text(share, "percent"), "of all prompt tokens"),
@@ -181,8 +187,9 @@ def _begin(prometheus: Prometheus, start: float, end: float) -> float:
 def _alerts(ask: _Asker) -> list[Alert]:
     """Alerts that fired within the shown time, those that fire now first, then the longest."""
     step = max(int((ask.end - ask.start) / _ALERT_STEPS), _SCRAPE_S)
-    text = f'sum by (alertname) (count_over_time(ALERTS{{alertstate="firing"}}[$__range:{step}s]))'
-    now = ask.by('count by (alertname) (ALERTS{alertstate="firing"})', "alertname")
+    firing = 'max by (alertname) (ALERTS{alertstate="firing"})'
+    text = f"count_over_time(({firing})[$__range:{step}s])"
+    now = ask.by(firing, "alertname")
     steps = dict.fromkeys(now, 1.0) | ask.by(text, "alertname")
     found = [Alert(name, svg.human(count * step, "s"), name in now) for name, count in steps.items()]
     return sorted(found, key=lambda alert: (not alert.now, -steps[alert.name], alert.name))
