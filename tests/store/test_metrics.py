@@ -103,6 +103,18 @@ def test_a_block_of_any_size_finds_its_buckets() -> None:
         assert counts[-1] == 4 and len(set(counts)) >= 3
 
 
+def test_why_nothing_is_stored_is_said_until_something_is() -> None:
+    metrics = StoreMetrics(CollectorRegistry())
+    told = []
+    for outcome, reason in [
+        ("stored", ""), ("error", "eacces"), ("error", "suspect"), ("expired", "deadline"), ("present", ""),
+        ("expired", "deadline"), ("error", "full"), ("stored", ""),
+    ]:  # fmt: skip
+        metrics.on_store(1, 0.1, outcome, reason)
+        told.append(metrics.totals()["store_failing"])
+    assert told == ["", "eacces", "eacces", "eacces", "", "", "full", ""]
+
+
 def test_what_is_no_longer_watched_is_no_longer_shown(scraped: Scraped) -> None:
     scraped.metrics.unwatch()
     scraped.metrics.unwatch()

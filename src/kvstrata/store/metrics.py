@@ -26,6 +26,8 @@ __all__ = ["CORRUPT_REASONS", "StoreMetrics"]
 CORRUPT_REASONS = (
     "magic", "format", "header_crc", "codec", "key", "length", "truncated", "payload_crc", "decode",
 )  # fmt: skip
+#: Of a disk that does not answer now (the usage says so itself), a store that ends, a block that is just going.
+_OF_THE_MOMENT = ("suspect", "deadline", "closed", "leaving")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BYTES_PER_SECOND = (10e6, 25e6, 50e6, 100e6, 250e6, 500e6, 1e9, 2.5e9, 5e9, 10e9, 20e9)
 _PREFIX = "kvstrata_store"
@@ -154,7 +156,8 @@ class StoreMetrics:
 
     def on_store(self, nbytes: int, seconds: float, outcome: str, reason: str) -> None:
         self._store_s.observe(seconds)
-        self._failing = "" if outcome in ("stored", "present") else reason or outcome
+        if reason not in _OF_THE_MOMENT:
+            self._failing = "" if outcome in ("stored", "present") else reason or outcome
         if outcome == "stored":
             self._stores.inc()
             self._stored.inc(nbytes)
