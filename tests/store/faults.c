@@ -16,7 +16,9 @@
 static volatile const char *faults(void) {
     static volatile const char *state;
     if (!state) {
-        int fd = open(getenv("KV_FAULTS"), O_RDONLY | O_CLOEXEC);
+        const char *name = getenv("KV_FAULTS");
+        if (!name) return "..";  // a child with an environment of its own
+        int fd = open(name, O_RDONLY | O_CLOEXEC);
         state = mmap(NULL, 2, PROT_READ, MAP_SHARED, fd, 0);
         close(fd);
     }
