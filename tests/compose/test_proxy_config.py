@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import threading
@@ -15,13 +14,10 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = Path(__file__).parents[2] / "configs" / "proxy" / "nginx.conf"
-NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-PATHS = ("/metrics", "/healthcheck", "/status", "/version")
+from tests.nginx import nginx
 
-pytestmark = pytest.mark.skipif(
-    NGINX is None, reason="no nginx here: apt-get install nginx-light (tests/stack runs the image)"
-)
+CONFIG = Path(__file__).parents[2] / "configs" / "proxy" / "nginx.conf"
+PATHS = ("/metrics", "/healthcheck", "/status", "/version")
 
 
 @dataclass
@@ -92,9 +88,8 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     stop = threading.Event()
     thread = threading.Thread(target=upstream, args=(folder / "http.sock", running.heads, stop), daemon=True)
     thread.start()
-    assert NGINX
     with (folder / "log").open("w") as log:
-        argv = [NGINX, "-e", "stderr", "-p", str(folder), "-c", str(config)]
+        argv = [nginx(), "-e", "stderr", "-p", str(folder), "-c", str(config)]
         if os.geteuid() == 0:  # nginx under root drops to a user who may not enter pytest's folders
             argv += ["-g", "user root;"]
         process = subprocess.Popen(argv, stdout=log, stderr=log)

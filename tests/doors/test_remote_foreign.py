@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +12,11 @@ import pytest
 import trustme
 from tests.certificates import certify
 from tests.doors.remote_parts import TOKEN, Driver, Process, block, driver, free_port, name, ours
+from tests.nginx import nginx as real_nginx
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 KEYS = [name(number) for number in range(6)]
 BLOCKS = [block(key) for key in KEYS]
-NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 CONFIG = """\
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 64; }}
@@ -40,15 +39,14 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.fixture
 def nginx(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     """A real nginx with one server of the lines that are given; {port} is its own."""
-    if NGINX is None:
-        pytest.skip("no nginx here: apt-get install nginx-light")
+    program = real_nginx()
     running: list[Process] = []
 
     def start(server: str) -> Process:
         port, folder = free_port(), tmp_path / "nginx"
         folder.mkdir()
         (folder / "conf").write_text(CONFIG.format(folder=folder, server=server.replace("{port}", str(port))))
-        argv = [NGINX, "-p", str(folder), "-c", str(folder / "conf")]
+        argv = [program, "-p", str(folder), "-c", str(folder / "conf")]
         running.append(Process(argv, dict(os.environ), port, folder / "log"))
         return running[-1]
 
