@@ -58,5 +58,5 @@ def test_the_adapter_in_the_image(image: str, disk: Path, name: str) -> None:
     env = {"KVSTRATA_CERTIFICATES": "/cache/certificates"}
     if name == "inside_manager.py":
         env |= environment(disk, PurePosixPath("/cache/t"), PurePosixPath("/cache"))
-    done = run(image, disk, f"/tests/{name}", env=tuple(f"{name}={value}" for name, value in env.items()))
+    done = run(image, disk, f"/tests/{name}", env=tuple(f"{key}={value}" for key, value in env.items()))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

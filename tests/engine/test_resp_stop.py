@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from tests.engine.process import EngineProcess
+from tests.engine.resp_parts import encoded
 
 VALUE = b"v" * 1000
 
@@ -26,8 +27,7 @@ def test_what_was_stored_by_then_was_answered_and_no_answer_is_cut(
         number = 0
         with suppress(OSError):
             while not over.is_set():
-                key = b"k%08d" % number
-                client.sendall(b"*3\r\n$3\r\nSET\r\n$9\r\n%b\r\n$%d\r\n%b\r\n" % (key, len(VALUE), VALUE))
+                client.sendall(encoded(["SET", f"k{number}", VALUE]))
                 number += 1
                 time.sleep(pause_s)
 
@@ -47,7 +47,7 @@ def test_what_was_stored_by_then_was_answered_and_no_answer_is_cut(
             thread.join(20)
     engine.start()
     with socket.create_connection(engine.resp, timeout=20) as client:
-        client.sendall(b"*1\r\n$6\r\nDBSIZE\r\n")
+        client.sendall(encoded(["DBSIZE"]))
         stored = int(client.recv(100)[1:-2])
     assert stored > 10
     assert bytes(answers) == b"+OK\r\n" * stored

@@ -25,8 +25,16 @@ scrape_configs:
   - job_name: lmcache-store
     static_configs: [{{targets: ["{address}"], labels: {{host: here}}}}]
 """
-#: An alert that comes and goes with a metric of the target.
-_QUICK = "groups: [{name: quick, rules: [{alert: NoBlocks, expr: absent(kvstrata_store_blocks)}]}]"
+#: An alert that comes and goes with a metric of the target, for two things at a time.
+_QUICK = """
+groups:
+  - name: quick
+    rules:
+      - alert: NoBlocks
+        expr: >
+          label_replace(absent(kvstrata_store_blocks), "of", "one", "", "")
+          or label_replace(absent(kvstrata_store_blocks), "of", "two", "", "")
+"""
 ROOT = Path(__file__).parents[2]
 
 

@@ -111,15 +111,36 @@ def test_the_report_tells_what_was_known_before_a_target_went_away(running: Runn
 
 
 def test_the_report_says_at_once_what_fires_now(running: Running) -> None:
-    row = r"<tr( class=bad)?><td>NoBlocks</td><td>[^<]+</td><td>(fires now)?</td>"
+    row = r"<tr( class=bad)?><td>NoBlocks</td><td>([^<]+)</td><td>(fires now)?</td>"
     assert not re.search(row, report.make(running.prometheus, 0.1, "x"))
+    began = time.monotonic()
     running.target.without("kvstrata_store_blocks")
     try:
         running.scrapes(3)
         found = re.search(row, report.make(running.prometheus, 6, "x"))
     finally:
         running.target.without()
-    assert found and found[2]
+    assert found and found[3]
+    # It is looked at every 15 s, and fires for two things.
+    assert float(found[2].removesuffix(" s")) <= time.monotonic() - began + 15
     running.scrapes(3)
     found = re.search(row, report.make(running.prometheus, 0.1, "x"))
-    assert found is None or not found[2]
+    assert found is None or not found[3]
+
+
+def test_the_report_counts_corrupt_blocks_of_every_tier(running: Running) -> None:
+    """It is the sum that is shown: more than any one of them."""
+    found = re.compile(r"Corrupt blocks<b>([\d.]+)( k)?</b>")
+
+    def corrupt() -> float:
+        match = found.search(report.make(running.prometheus, 0.1, "x"))
+        assert match
+        return float(match[1]) * (1000 if match[2] else 1)
+
+    def grown(name: str) -> float:
+        series = running.prometheus.instant(f"sum(increase({name}[360s]))")
+        return sum(value for one in series for _, value in one.points)
+
+    parts = [grown(f"kvstrata_{tier}_corrupt_total") for tier in ("store", "engine")]
+    assert min(parts) > 0
+    assert corrupt() > max(parts) * 1.1

@@ -103,10 +103,9 @@ def check(url: str, token: str = "", ca: Path | None = None) -> Report:
     """Run all steps. Raises CheckError where the server cannot be reached, or the token may not do them."""
     report = Report(url)
     client = _Client(url, token, ca)
-    _stats(client, url)
+    report.before = _stats(client, url)
     steps = _Steps(client, report)
     steps.may_begin()
-    report.before = _stats(client, url)
     steps.run(with_token=bool(token))
     return report
 

@@ -119,13 +119,10 @@ def _panels(
     prometheus: Prometheus, root: Path, parts: frozenset[Needs], since_s: float, traces: TraceSearch | None,
     window_s: int,
 ) -> tuple[PanelSeen, ...]:  # fmt: skip
-    grouped: dict[tuple[str, str], list[sources.PanelQuery]] = defaultdict(list)
-    for query in sources.panels(root):
-        if query.language == "promql" or traces is not None:
-            grouped[query.dashboard, query.panel].append(query)
+    asked = (query for query in sources.panels(root) if query.language == "promql" or traces is not None)
     end = time.time()
     seen = []
-    for (dashboard, title), queries in grouped.items():
+    for (dashboard, title), queries in sources.by_panel(asked).items():
         samples, changed = 0, False
         wrong: list[str] = []
         excuses: list[str] = []

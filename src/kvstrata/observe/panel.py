@@ -23,9 +23,7 @@ _RATES = ("Bps", "GBs", "cps", "ops", "reqps")
 
 def show(prometheus: Prometheus, root: Path, words: str, minutes: float) -> Iterator[str]:
     """Lines of every panel whose title holds `words`. Raises KvError where none does."""
-    grouped: dict[tuple[str, str], list[sources.PanelQuery]] = {}
-    for query in sources.panels(root):
-        grouped.setdefault((query.dashboard, query.panel), []).append(query)
+    grouped = sources.by_panel(sources.panels(root))
     exact = [at for at in grouped if at[1].lower() == words.strip().lower()]
     wanted = exact or [at for at in grouped if words.strip().lower() in at[1].lower()]
     if not wanted:
@@ -36,8 +34,7 @@ def show(prometheus: Prometheus, root: Path, words: str, minutes: float) -> Iter
             "make observe ARGS=\"panel 'WORDS OF A TITLE'\"",
         )  # fmt: skip
     for at in wanted:
-        dashboard, title = at
-        queries = grouped[at]
+        (dashboard, title), queries = at, grouped[at]
         yield f"{title} ({dashboard})"
         yield from (f"  {line}" for line in queries[0].about.splitlines() if line)
         lines = [line for query in queries for line in _values(prometheus, query, minutes)]

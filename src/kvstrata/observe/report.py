@@ -94,7 +94,7 @@ _CHURN = (
 def make(prometheus: Prometheus, hours: float, title: str) -> str:
     """The page's HTML. Raises KvError when Prometheus does not answer."""
     end = time.time()
-    ask = _Asker(prometheus, _begin(prometheus, end - hours * 3600, end), end)
+    ask = _Asker(prometheus, _begin(_Asker(prometheus, end - hours * 3600, end)), end)
     page = Page(title, ask.start, ask.end, _figures(ask), _plots(ask), _alerts(ask))
     return page.html()
 
@@ -176,12 +176,10 @@ def _plots(ask: _Asker) -> list[Plot]:
     ]  # fmt: skip
 
 
-def _begin(prometheus: Prometheus, start: float, end: float) -> float:
-    """`start`, or when Prometheus' figures begin, if that is later: a page of a young stack is not all margin."""
-    seconds = int(end - start)
-    found = prometheus.instant(f"min(min_over_time(timestamp(up)[{seconds}s:{max(seconds // _POINTS, 10)}s]))")
-    first = next((value for series in found for _, value in series.points), end)
-    return max(start, min(first, end - _SHORTEST_S))
+def _begin(ask: _Asker) -> float:
+    """The start, or when Prometheus' figures begin, if that is later: a page of a young stack is not all margin."""
+    first = ask.one(f"min(min_over_time(timestamp(up)[$__range:{int(ask.step)}s]))")
+    return max(ask.start, min(first or ask.end, ask.end - _SHORTEST_S))
 
 
 def _alerts(ask: _Asker) -> list[Alert]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import yaml
 
 from kvstrata.observe import promql
 
-__all__ = ["DASHBOARDS", "RULES", "PanelQuery", "Use", "alert_rules", "doc_names", "panels", "uses"]
+__all__ = ["DASHBOARDS", "RULES", "PanelQuery", "Use", "alert_rules", "by_panel", "doc_names", "panels", "uses"]
 
 DASHBOARDS = Path("observability/grafana/dashboards")
 RULES = Path("observability/prometheus/rules")
@@ -57,6 +57,14 @@ def panels(root: Path) -> Iterator[PanelQuery]:
                     legend=target.get("legendFormat", ""), about=panel.get("description", ""),
                     unit=panel.get("fieldConfig", {}).get("defaults", {}).get("unit", ""),
                 )  # fmt: skip
+
+
+def by_panel(queries: Iterable[PanelQuery]) -> dict[tuple[str, str], list[PanelQuery]]:
+    """The same by (dashboard, title of the panel), in their order."""
+    found: dict[tuple[str, str], list[PanelQuery]] = {}
+    for query in queries:
+        found.setdefault((query.dashboard, query.panel), []).append(query)
+    return found
 
 
 def alert_rules(root: Path) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ __all__ = ["Gate"]
 class Gate:
     """Makes batches and ends them by their deadlines; refuses them while the disk is suspect, and once closed.
 
-    `reads`, `writes`: to be held around disk calls of callers' own threads.
+    `reads`, `writes`: to be held around disk calls of callers' own threads. `closed`: nothing is admitted any more.
     """
 
     def __init__(self, root: Path, settings: StoreSettings, names: Entries, events: Events) -> None:
@@ -28,7 +28,7 @@ class Gate:
         self._events = events
         self._health = Health(root)
         self._watch = Watch(self._late)
-        self._closed = False
+        self.closed = False
         self.reads, self.writes = Stuck(settings.load_deadline_s), Stuck(settings.store_deadline_s)
 
     @property
@@ -39,7 +39,7 @@ class Gate:
     @property
     def no_loads(self) -> str:
         """Why nothing may be asked of the disk: closed, suspect; else empty."""
-        if self._closed:
+        if self.closed:
             return "closed"
         return "suspect" if self.suspect else ""
 
@@ -70,7 +70,7 @@ class Gate:
 
     def close(self, timeout_s: float) -> None:
         """Admit no more, and wait for what was; what is not done by then is reported as EXPIRED."""
-        self._closed = True
+        self.closed = True
         self._watch.drain(timeout_s)
         for batch in self._watch.waiting():
             batch.expire(Outcome.EXPIRED, "closed")

@@ -83,7 +83,6 @@ class BlockStore:
             root, io, self._index, self._capacity, publisher, self._keeper, self._remover, strikes, self._gate.reads,
             self._gate.writes,
         )  # fmt: skip
-        self._closed = False
 
     @classmethod
     def open(
@@ -273,9 +272,8 @@ class BlockStore:
         """Finish what is under way, write the last uses, give the root up. Ends within about the timeout, whatever the
         disk does: what is not done by then is reported as EXPIRED, and never published. Idempotent.
         """
-        if self._closed:
+        if self._gate.closed:
             return
-        self._closed = True
         end = time.monotonic() + timeout_s
         self._gate.close(timeout_s / 2)
         self._capacity.stop(max(0.1, (end - time.monotonic()) / 3))
