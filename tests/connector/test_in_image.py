@@ -50,3 +50,8 @@ def test_without_the_guard_lmcache_serves_them(image: str) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     for name in ("is_never_readable", "can_be_written_again", "of_an_expired_write_commits_nothing"):
         assert any(name in line for line in done.stdout.splitlines() if line.startswith("FAILED")), done.stdout
+
+
+def test_pushed_figures_come_soon_after_a_collector_that_was_away(image: str) -> None:
+    done = run(image, "inside_telemetry.py")
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         from kvstrata.launch import lmcache_telemetry
 
         lmcache_telemetry.keep_page()
+        lmcache_telemetry.reconnect_soon()
         lmcache_telemetry.join_traces()
     from lmcache.cli.main import main as lmcache_main
 

@@ -1,13 +1,17 @@
-"""What LMCache 0.5.3 lacks where it pushes by OTLP: its own page of metrics, and its spans in the request's trace.
+"""What LMCache 0.5.3 lacks where it pushes by OTLP: its own page of metrics, its spans in the request's trace, and
+figures soon after a long absence of the collector.
 
 Call before the server is built. Nothing here is called where no endpoint is set.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-__all__ = ["join_traces", "keep_page"]
+__all__ = ["join_traces", "keep_page", "reconnect_soon"]
+
+_LONGEST_PAUSE_MS = 2000
 
 
 def keep_page() -> None:
@@ -25,6 +29,18 @@ def keep_page() -> None:
             super().__init__(metric_readers=[*metric_readers, PrometheusMetricReader()], **rest)
 
     metrics.MeterProvider = BothWays
+
+
+def reconnect_soon() -> None:
+    """gRPC tries an address that does not answer ever more seldom, in the end every two minutes. An exporter that fails
+    begins anew with a channel of its own, but LMCache has two, and each finds the other's pause: a minute and more
+    without figures once the collector is there, as after the first build of its image.
+    """
+    from opentelemetry.exporter.otlp.proto.grpc import metric_exporter, trace_exporter
+
+    options = (("grpc.max_reconnect_backoff_ms", _LONGEST_PAUSE_MS),)
+    for module, name in ((metric_exporter, "OTLPMetricExporter"), (trace_exporter, "OTLPSpanExporter")):
+        setattr(module, name, partial(getattr(module, name), channel_options=options))
 
 
 def join_traces() -> None:
